@@ -1,0 +1,43 @@
+"""moepdl: a torch.compile backend that runs Mixture-of-Experts blocks as chains of kernels.
+
+`torch.compile(model, backend="moepdl")` needs no import of this package. What it did can be read back with
+`last_reports()`; what it would do, with `explain(model, *args)`. Importing the package is cheap: each name below is
+loaded at its first use, so `import moe_compiler` imports neither torch nor triton.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_compiler import errors as errors
+    from moe_compiler import testing as testing
+    from moe_compiler.backend import explain as explain
+    from moe_compiler.backend import last_reports as last_reports
+    from moe_compiler.report import Report as Report
+
+__version__ = "0.1.0"
+__all__ = ["Report", "__version__", "errors", "explain", "last_reports", "testing"]
+
+_WHERE = {
+    "Report": "moe_compiler.report",
+    "explain": "moe_compiler.backend",
+    "last_reports": "moe_compiler.backend",
+}
+_MODULES = ("errors", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(import_module(_WHERE[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,54 @@
+"""Who writes into whose memory, and who shares it: read from operator schemas.
+
+The facts behind three questions: may an in-place operator become functional, is an operand written to while a block
+reads it, and which edges of the dependency DAG are about memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+__all__ = ["aliases_argument", "alias_root", "mutated_arguments"]
+
+
+def _schema(node: Node) -> torch._C.FunctionSchema | None:
+    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
+
+
+def mutated_arguments(node: Node) -> list[Node]:
+    """The argument nodes that this call writes into."""
+    schema = _schema(node)
+    if schema is None:
+        return []
+    written: list[Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            written.extend(item for item in values if isinstance(item, Node))
+    return written
+
+
+def aliases_argument(node: Node) -> list[Node]:
+    """The argument nodes whose memory this call's result may share (views, in-place results, getitem of views)."""
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        source = node.args[0]
+        return aliases_argument(source) if isinstance(source, Node) else []
+    schema = _schema(node)
+    if schema is None or not any(result.alias_info is not None for result in schema.returns):
+        return []
+    shared: list[Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None:
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(value, Node):
+                shared.append(value)
+    return shared
+
+
+def alias_root(node: Node) -> Node:
+    """The node that made the memory which `node` shares."""
+    while shared := aliases_argument(node):
+        node = shared[0]
+    return node

@@ -1,0 +1,118 @@
+"""The backend: `torch.compile(model, backend="moepdl")`, and what can be asked about it.
+
+The way of a graph: capture it to one dialect, raise its MoE blocks to two differentiable operators (phase A), let
+AOTAutograd and Inductor take over, and inside of Inductor turn those operators into chains of launches, forward and
+backward (phase B). A graph without MoE goes to Inductor as it came.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from moe_compiler import _logs, device
+from moe_compiler.compilation import Compilation
+from moe_compiler.errors import MatchRequired, MoepdlError
+from moe_compiler.options import Options, resolve
+from moe_compiler.pipeline import known_names
+from moe_compiler.report import Report
+
+__all__ = ["explain", "last_reports", "moepdl"]
+
+_REPORTS: deque[Report] = deque(maxlen=256)
+_warned_untested = False
+
+
+def moepdl(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph: its MoE blocks as chains of launches, everything else through Inductor.
+
+    options: see `moe_compiler.options.Options`; mode: what Inductor means by it. Raises OptionError for options that
+    do not exist, MatchRequired, and, unless options["on_error"] is "fallback", PassError, VerifyError or
+    PdlUnavailable.
+    """
+    settings = resolve(options, mode=mode, known_names=known_names())
+    _warn_untested()
+    compilation = Compilation(settings)
+    _REPORTS.append(compilation.report)
+    raised = _raised(compilation, module, example_inputs)
+    if raised is None or settings.dryrun:
+        if raised is not None:
+            _analyse(compilation, raised, example_inputs)
+        compiled = compilation.compile(module, example_inputs, raised=False)
+    else:
+        compiled = compilation.compile(raised, example_inputs, raised=True)
+    compilation.write_dump()
+    _logs.emit(compilation.report)
+    return compiled
+
+
+def _raised(compilation: Compilation, module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule | None:
+    try:
+        return compilation.raise_blocks(module, example_inputs)
+    except MatchRequired:
+        raise
+    except MoepdlError as error:
+        if compilation.options.on_error == "raise":
+            raise
+        compilation.failed(error)
+        return None
+
+
+def _analyse(compilation: Compilation, raised: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """What phase B would do, without running any of it: for options["dryrun"]."""
+    from moe_compiler import torch_private
+
+    def note(module: GraphModule, _backward: bool) -> GraphModule:
+        compilation.rewrite(module)
+        return module
+
+    torch_private.aot_module(raised, example_inputs, note)
+
+
+def last_reports() -> list[Report]:
+    """The reports of this process's compiles, oldest first, one a compiled graph; the newest 256 are kept."""
+    return list(_REPORTS)
+
+
+def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+    """What compiling `model` and calling it with these arguments would do, as one Report.
+
+    The model is traced by the backend itself, in a dry run: what is executed is the model's own eager operators,
+    once. Frames that Dynamo split are merged into one report, each named by its compile id.
+    """
+    before = len(_REPORTS)
+    newest = _REPORTS[-1] if _REPORTS else None
+    dry = {**(options or {}), "dryrun": True, "remainder": "eager"}
+    torch.compile(model, backend=moepdl, options=dry)(*args, **kwargs)
+    made = list(_REPORTS)[before:] if len(_REPORTS) > before else []
+    if not made and newest is not None and newest is not _REPORTS[-1]:
+        made = [_REPORTS[-1]]
+    if not made:
+        empty = Report(frame="none", status="unchanged", environment=device.describe())
+        empty.notes.append("Dynamo handed no graph to the backend: the model broke before its first tensor operator")
+        return empty
+    return Report.merge(made)
+
+
+def _warn_untested() -> None:
+    global _warned_untested
+    sentence = device.untested_versions()
+    if sentence and not _warned_untested:
+        _warned_untested = True
+        warnings.warn(f"moepdl: {sentence}", stacklevel=3)
+
+
+def resolve_options(options: Mapping[str, Any] | None) -> Options:
+    """The options as a compile would see them now, environment included."""
+    return resolve(options, known_names=known_names())

@@ -1,0 +1,150 @@
+"""Capture: Dynamo's graph retraced once to pre-dispatch ATen, one dialect in which every formulation can be matched.
+
+What moves: torch functions, methods and composite operators become ATen overloads; autograd, autocast and the grad
+mode stay ahead (pre-dispatch), so the canonical operators that are raised here are differentiated later. What stays:
+placeholders with everything that makes Inductor treat parameters as static, the module's metadata, higher-order
+operators (activation checkpoint, cond, flex attention) as leaves with their recorded metadata, user stack traces.
+
+Small tensor constants are written back as `torch.tensor` calls, so that their values are part of every cache key;
+large ones become buffers with a source of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.traceback import preserve_node_meta
+
+from moe_compiler import torch_private
+from moe_compiler.errors import CaptureError
+
+__all__ = ["capture", "nested_bodies"]
+
+_INLINE_CONSTANT_LIMIT = 64
+
+
+class _Retrace(Interpreter):
+    """Runs Dynamo's graph under the trace; a higher-order operator is recorded as one call with its own body."""
+
+    def __init__(self, module: GraphModule, mode: Any) -> None:
+        super().__init__(module)
+        self._mode = mode
+        self._current: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        self._current = n
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if isinstance(value, torch.Tensor):
+            raise CaptureError(
+                what=f"the graph reads the tensor attribute {target!r}",
+                why="a tensor that Dynamo left as an attribute cannot be retraced without losing its identity",
+                try_="pass it as an input, or register it as a parameter or buffer",
+            )
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(target, torch._ops.HigherOrderOperator):
+            return super().call_function(target, args, kwargs)
+        node = self._current
+        assert node is not None
+        bodies = [argument for argument in args if isinstance(argument, GraphModule)]
+        if len(bodies) != 1 or not isinstance(args[0], GraphModule):
+            raise CaptureError(
+                what=f"higher-order operator {target} with {len(bodies)} bodies cannot be retraced",
+                why="only operators whose first argument is their single body are kept as leaves",
+                try_="nothing: the graph goes to Inductor unchanged",
+            )
+        body, rest = args[0], args[1:]
+        with torch_private.proxy_tracing_disabled():
+            retraced = _retrace(body, self._mode, rest)
+            out = body(*rest)
+        return torch_private.record_call(target, node, retraced, out, rest, kwargs)
+
+
+def _retrace(module: GraphModule, mode: Any, arguments: Sequence[Any]) -> GraphModule:
+    interpreter = _Retrace(module, mode)
+    with preserve_node_meta():
+        traced = torch_private.make_fx_pre_dispatch(lambda *a: interpreter.run(*a), mode, arguments)
+    _carry_over(module, traced)
+    _write_constants(traced)
+    return traced
+
+
+def _carry_over(source: GraphModule, target: GraphModule) -> None:
+    """Copy what later stages read: module metadata, parameter sources, and each placeholder's own metadata."""
+    target.meta.update(source.meta)
+    target._param_name_to_source = getattr(source, "_param_name_to_source", {})  # type: ignore[assignment]
+    if hasattr(source, "compile_subgraph_reason"):
+        target.compile_subgraph_reason = source.compile_subgraph_reason
+    before = source.graph.find_nodes(op="placeholder")
+    after = target.graph.find_nodes(op="placeholder")
+    for old, new in zip(before, after, strict=True):
+        for key, value in old.meta.items():
+            new.meta.setdefault(key, value)
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+
+
+def _write_constants(module: GraphModule) -> None:
+    """Give tensor constants that the trace lifted to attributes an identity that caches can see."""
+    for node in list(module.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(module, str(node.target), None)
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            continue
+        if value.numel() <= _INLINE_CONSTANT_LIMIT and not value.dtype.is_complex:
+            with module.graph.inserting_before(node):
+                written = module.graph.call_function(
+                    torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device}
+                )
+            written.meta = dict(node.meta)
+            node.replace_all_uses_with(written)
+            module.graph.erase_node(node)
+        else:
+            from torch._dynamo.source import ConstantSource
+
+            name = str(node.target)
+            delattr(module, name)
+            module.register_buffer(name, value, persistent=False)
+            module._param_name_to_source[name] = ConstantSource(name)  # type: ignore[union-attr,index]
+    module.recompile()
+
+
+def capture(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
+    """Dynamo's graph as pre-dispatch ATen. The input module is left as it is.
+
+    Raises CaptureError when the graph cannot be retraced; the caller then hands the original graph on.
+    """
+    mode = torch_private.fake_mode_of(example_inputs)
+    arguments = [torch_private.fakeify(mode, value) for value in example_inputs]
+    try:
+        return _retrace(module, mode, arguments)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            what=f"the graph could not be retraced to ATen: {type(error).__name__}",
+            why=str(error).strip().splitlines()[0] if str(error).strip() else "no message",
+            try_='TORCH_LOGS="+moepdl" shows the whole trace; the graph goes to Inductor unchanged',
+        ) from error
+
+
+def nested_bodies(module: GraphModule) -> list[GraphModule]:
+    """The bodies of higher-order operators in `module`, outermost first, bodies of bodies included."""
+    bodies: list[GraphModule] = []
+    for node in module.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+            body = node.args[0]
+            if isinstance(body, Node) and body.op == "get_attr":
+                inner = getattr(module, str(body.target), None)
+                if isinstance(inner, GraphModule):
+                    bodies.append(inner)
+                    bodies.extend(nested_bodies(inner))
+    return bodies

@@ -1,0 +1,194 @@
+"""One compile of one graph: the options, the report, the two phases, and what happens when one of them fails.
+
+`Compilation.raise_blocks` is phase A (before autograd), `Compilation.rewrite` is phase B on a forward or backward
+graph; the remainder goes to Inductor or, with remainder="eager", is run as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from moe_compiler import _logs, device, torch_private
+from moe_compiler.capture import capture, nested_bodies
+from moe_compiler.dump import write_dump
+from moe_compiler.errors import CaptureError, MatchRequired, MoepdlError
+from moe_compiler.graph_pass import Context
+from moe_compiler.graph_text import render_repro
+from moe_compiler.inductor import ReportStore, is_backward, post_grad_pass
+from moe_compiler.options import Options
+from moe_compiler.pipeline import record_graph, run_phase
+from moe_compiler.report import Report
+
+__all__ = ["Compilation"]
+
+_PHASE_FIELDS = ("passes", "schedule", "dags", "graphs")
+
+
+class Compilation:
+    """The state of one backend call."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.report = Report(
+            frame=torch_private.current_compile_id(),
+            status="unchanged",
+            options=options.to_dict(),
+            origins=dict(options.origins),
+            environment=device.describe(),
+        )
+        self._store: ReportStore | None = None
+
+    # Phase A
+
+    def raise_blocks(self, module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule | None:
+        """The graph with its MoE blocks raised, None when it has none (or could not be captured: see the report).
+
+        Raises MatchRequired when fewer blocks matched than options["require_match"] asks for.
+        """
+        reason = torch_private.subgraph_reason(module)
+        if reason:
+            self.report.notes.append(f"this graph is a fragment of its frame: {reason}")
+        raised: GraphModule | None = None
+        try:
+            captured = capture(module, example_inputs)
+        except CaptureError as error:
+            self.report.notes.append(f"not captured, compiled by Inductor unchanged: {error.what}: {error.why}")
+        else:
+            raised = self._raise(captured)
+        needed = int(self.options.require_match)
+        found = sum(match.count for match in self.report.matches)
+        if found < needed:
+            raise MatchRequired(
+                f"{found} MoE blocks matched where options[\"require_match\"] asks for {needed}",
+                why=str(self.report),
+                try_='options={"require_match": False} compiles whatever is there',
+            )
+        return raised
+
+    def _raise(self, captured: GraphModule) -> GraphModule | None:
+        context = Context(self.options, "capture", self.report)
+        record_graph(captured, "captured", context)
+        for body in [captured, *nested_bodies(captured)]:
+            own = Context(self.options, "capture", self.report)
+            run_phase(body, "capture", own)
+        if not any(not match.left_alone for match in self.report.matches):
+            return None
+        self.report.status = "dryrun" if self.options.dryrun else "rewritten"
+        return captured
+
+    # Phase B
+
+    def rewrite(self, module: GraphModule) -> None:
+        """Stages, chains and launches of one post-autograd graph, in place."""
+        phase = "backward" if is_backward(module.graph) else "forward"
+        self._forget(phase)
+        context = Context(self.options, phase, self.report)
+        trial = module
+        if self.options.on_error == "fallback":
+            trial = GraphModule(module, _copy(module))
+        try:
+            run_phase(trial, "graph", context)
+        except MoepdlError as error:
+            if self.options.on_error == "raise":
+                raise
+            # The canonical operators run by themselves, so the graph is right as it stands.
+            self.failed(error)
+            return
+        if trial is not module:
+            module.graph = trial.graph
+        self.finish_phase(phase)
+
+    def _forget(self, phase: str) -> None:
+        """Drop what an earlier run of the phase (or the cache) put into the report."""
+        if phase in self.report.phases_pending:
+            self.report.phases_pending.remove(phase)
+        self.report.passes = [record for record in self.report.passes if record.phase != phase]
+        self.report.graphs = [record for record in self.report.graphs if record.phase != phase]
+        self.report.schedule = [record for record in self.report.schedule if record.direction != phase]
+        self.report.dags = [record for record in self.report.dags if record.direction != phase]
+
+    def finish_phase(self, phase: str) -> None:
+        """Store what the phase reported beside the cache, and write the dump anew."""
+        part = self.report.to_dict()
+        data = {name: [item for item in part[name] if phase in (item.get("phase"), item.get("direction"))] for name in _PHASE_FIELDS}
+        data["pdl_off"] = self.report.pdl_off
+        if self._store is not None:
+            self._store.save(phase, data)
+        self.write_dump()
+        if phase == "backward":
+            _logs.emit(self.report)
+
+    def _load_phase(self, phase: str) -> bool:
+        data = self._store.load(phase) if self._store is not None else None
+        if data is None:
+            return False
+        stored = Report.from_dict({**self.report.to_dict(), **data})
+        for name in _PHASE_FIELDS:
+            getattr(self.report, name).extend(getattr(stored, name))
+        self.report.pdl_off = stored.pdl_off
+        self.report.notes.append(f"{phase} graph loaded from the compile cache")
+        return True
+
+    # The remainder
+
+    def compile(self, module: GraphModule, example_inputs: Sequence[Any], *, raised: bool) -> Callable[..., Any]:
+        """Hand a graph on: to Inductor with phase B as its pass, or to AOTAutograd alone with remainder="eager"."""
+        if raised:
+            self._store = ReportStore(module, example_inputs, self.options)
+            training = torch.is_grad_enabled() and any(
+                isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+            )
+            self.report.phases_pending = ["forward", *(["backward"] if training else [])]
+        if self.options.dump is not None:
+            self.report.repro = render_repro(
+                module, f"repro of frame {self.report.frame}", "the graph as it was handed on", self.options.to_dict()
+            )
+        if self.options.remainder == "eager":
+            compiled = torch_private.aot_module(module, example_inputs, lambda graph, _: self._run_eager(graph, raised))
+        else:
+            compiled = torch_private.compile_fx(module, example_inputs, self._patches(raised))
+        if raised and "forward" in self.report.phases_pending and self._load_phase("forward"):
+            self.report.phases_pending.remove("forward")
+            if "backward" in self.report.phases_pending and self._load_phase("backward"):
+                self.report.phases_pending.remove("backward")
+        return compiled
+
+    def _run_eager(self, module: GraphModule, raised: bool) -> GraphModule:
+        if raised:
+            self.rewrite(module)
+        return module
+
+    def _patches(self, raised: bool) -> dict[str, Any]:
+        patches: dict[str, Any] = {}
+        if self.options.mode is not None:
+            patches |= torch_private.mode_options(self.options.mode)
+        patches |= self.options.inductor
+        if raised:
+            patches["post_grad_custom_pre_pass"] = post_grad_pass(self.rewrite, self.options)
+        return patches
+
+    # The end
+
+    def failed(self, error: BaseException) -> None:
+        """Record an error that on_error="fallback" turned into a plain compile, and warn once."""
+        self.report.errors.append(str(error))
+        self.report.status = "fallback"
+        warnings.warn(f"moepdl fell back: {error}", stacklevel=2)
+
+    def write_dump(self) -> None:
+        """Write the dump folder when one was asked for."""
+        if self.options.dump is not None:
+            write_dump(self.report, self.options.dump)
+
+
+def _copy(module: GraphModule) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for old, new in zip(module.graph.nodes, graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    return graph

@@ -1,0 +1,145 @@
+"""The dependency DAG of a graph: what must happen before what, and why.
+
+Nodes are the graph's calls; edges carry a kind. "raw": reads what the other wrote. "war", "waw": by storage, for
+operators that write into memory (aliases count as one memory). "effect": order among operators with effects that are
+not visible in data. The DAG is a networkx value: it can be printed, drawn, and asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import networkx as nx
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler.aliasing import mutated_arguments
+from moe_compiler.cost import stage_cost
+from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
+from moe_compiler.report import DagRecord
+
+__all__ = ["build_dag", "convex", "neighbourhood", "stage_sizes", "to_record"]
+
+
+def _storages(node: Node) -> set[object]:
+    """What memory a node's value lives in: its fake storages, so views and in-place results share one."""
+    found: set[object] = set()
+    pending = [node.meta.get("val")]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (tuple, list)):
+            pending.extend(value)
+        elif isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage()._cdata)
+    return found
+
+
+def build_dag(graph: Graph) -> nx.DiGraph:
+    """The DAG over the calls of a graph. Node attribute: none; edge attribute: `kind`. Raises on a cycle."""
+    dag = nx.DiGraph()
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    dag.add_nodes_from(calls)
+    readers: dict[object, list[Node]] = {}
+    writers: dict[object, Node] = {}
+    last_effect: Node | None = None
+    for node in calls:
+        for source in node.all_input_nodes:
+            if source in dag:
+                dag.add_edge(source, node, kind="raw")
+        for source in node.all_input_nodes:
+            for storage in _storages(source):
+                if storage in writers and writers[storage] is not node and not dag.has_edge(writers[storage], node):
+                    dag.add_edge(writers[storage], node, kind="raw")
+                readers.setdefault(storage, []).append(node)
+        for written in mutated_arguments(node):
+            for storage in _storages(written):
+                for reader in readers.get(storage, ()):
+                    if reader is not node and not dag.has_edge(reader, node):
+                        dag.add_edge(reader, node, kind="war")
+                previous = writers.get(storage)
+                if previous is not None and previous is not node and not dag.has_edge(previous, node):
+                    dag.add_edge(previous, node, kind="waw")
+                writers[storage] = node
+        if node.is_impure() and not mutated_arguments(node):
+            if last_effect is not None and not dag.has_edge(last_effect, node):
+                dag.add_edge(last_effect, node, kind="effect")
+            last_effect = node
+    if not nx.is_directed_acyclic_graph(dag):
+        raise ValueError(f"the graph's dependencies are cyclic: {nx.find_cycle(dag)}")
+    return dag
+
+
+def convex(dag: nx.DiGraph, nodes: Iterable[Node]) -> bool:
+    """Can these nodes become one call: is nobody outside between two of them? Their getitem nodes count as inside."""
+    group = set(nodes)
+    group |= {user for node in group for user in node.users if user in dag and op_name(user) == "getitem"}
+    after = set().union(*(nx.descendants(dag, node) for node in group)) - group
+    before = set().union(*(nx.ancestors(dag, node) for node in group)) - group
+    return not after & before
+
+
+def neighbourhood(dag: nx.DiGraph, nodes: Iterable[Node]) -> nx.DiGraph:
+    """The sub-DAG of these nodes and whatever is one edge away."""
+    group = set(nodes)
+    near = {other for node in group for other in (*dag.predecessors(node), *dag.successors(node))}
+    return dag.subgraph(group | near)
+
+
+def stage_sizes(node: Node) -> dict[str, int]:
+    """k, E, H, I, N and the element size w of a stage node, as far as its operands say."""
+    arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    named = dict(zip(arguments, node.args, strict=False)) | dict(node.kwargs)
+    sizes: dict[str, int] = {}
+
+    def last(name: str, axis: int) -> int:
+        return int(named[name][0].meta["val"].shape[axis])
+
+    if isinstance(named.get("k"), int):
+        sizes["k"] = named["k"]
+    for name in ("gate", "down"):
+        if isinstance(named.get(name), (list, tuple)) and named[name]:
+            first = named[name][0].meta["val"]
+            sizes["E"] = int(first.shape[0]) if first.dim() == 3 else len(named[name])
+            sizes["w"] = first.element_size()
+    if named.get("gate"):
+        width = last("gate", -2) * (2 if named.get("up") else 1)
+        sizes |= {"N": width, "H": last("gate", -1), "I": width // 2 if named.get("gated", True) else width}
+    if named.get("down"):
+        sizes |= {"H": last("down", -2), "I": last("down", -1)}
+        sizes.setdefault("N", 2 * sizes["I"] if named.get("gated", True) else sizes["I"])
+    if "perm" in named and "k" not in sizes and "starts" in named:
+        sizes.setdefault("E", int(named["starts"].meta["val"].shape[0]) - 1)
+    if op_name(node) == "route":
+        logits = named["logits"].meta["val"]
+        sizes |= {"E": int(logits.shape[1]), "w": logits.element_size()}
+    if op_name(node) == "order":
+        sizes |= {"E": int(named["num_experts"]), "k": int(named["ids"].meta["val"].shape[1])}
+    if op_name(node) in ("combine", "grad_input_weights"):
+        pairs = named["pairs"].meta["val"]
+        sizes |= {"H": int(pairs.shape[1]), "w": pairs.element_size()}
+    return sizes
+
+
+def to_record(dag: nx.DiGraph, direction: str) -> DagRecord:
+    """The DAG as plain values, stages with their bytes and FLOPs in T."""
+    nodes, edges = [], []
+    block_k = {int(s["k"]) for s in (stage_sizes(n) for n in dag if _is_stage(n)) if "k" in s}
+    for node in dag:
+        entry: dict[str, object] = {"id": node.name, "label": op_name(node), "kind": "neighbour"}
+        if _is_stage(node):
+            sizes = stage_sizes(node)
+            if "k" not in sizes and len(block_k) == 1:
+                sizes["k"] = next(iter(block_k))
+            cost = stage_cost(op_name(node), sizes)
+            entry |= {"kind": "stage", "bytes": str(cost.bytes), "flops": str(cost.flops)}
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            entry["shape"] = [str(size_expr(size)) for size in value.shape]
+        nodes.append(entry)
+    for source, target, data in dag.edges(data=True):
+        edges.append({"source": source.name, "target": target.name, "kind": data["kind"]})
+    return DagRecord(direction=direction, nodes=nodes, edges=edges)
+
+
+def _is_stage(node: Node) -> bool:
+    return is_moepdl(node) and op_name(node) in STAGES

@@ -1,0 +1,78 @@
+"""What the devices of this machine can do, asked once: is programmatic launch there, and if not, why."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+__all__ = ["TESTED", "describe", "untested_versions", "why_no_pdl"]
+
+# (torch, triton) pairs that the test suite has run on; None: without triton (CPU).
+TESTED: tuple[tuple[str, str | None], ...] = (("2.11", "3.6"), ("2.13", "3.9"), ("2.13", None))
+
+
+@lru_cache(maxsize=1)
+def _triton_version() -> str | None:
+    if find_spec("triton") is None:
+        return None
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+def why_no_pdl(kind: str) -> str:
+    """Why kernels on a device of this kind ("cuda", "cpu") are not launched programmatically; "" when they are."""
+    if kind != "cuda":
+        return f"the block runs on {kind}"
+    if torch.version.hip is not None:
+        return "AMD GPUs have no programmatic dependent launch"
+    if _triton_version() is None:
+        return "triton is not installed"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        return f"sm_{major}{minor} is older than sm_90"
+    found = tuple(int(part) for part in (_triton_version() or "0.0").split(".")[:2])
+    if found < (3, 5):
+        return f"triton {_triton_version()} cannot call the device-side wait; 3.5 can"
+    return ""
+
+
+def kernels_available(kind: str) -> str:
+    """Why our CUDA kernels cannot run on a device of this kind; "" when they can or none are needed."""
+    if kind == "cpu":
+        return ""
+    if kind != "cuda":
+        return f"there are no kernels for {kind} devices"
+    if _triton_version() is None:
+        return "triton is not installed"
+    major, minor = torch.cuda.get_device_capability()
+    return "" if major >= 8 else f"the kernels need sm_80, the device is sm_{major}{minor}"
+
+
+def describe() -> dict[str, Any]:
+    """Versions and devices, as shown in reports and by `moepdl env`."""
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "triton": _triton_version() or "not installed",
+        "device": "cpu",
+        "cpu_threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        found |= {"device": torch.cuda.get_device_name(), "capability": f"sm_{major}{minor}", "cuda": torch.version.cuda}
+    return found
+
+
+def untested_versions() -> str:
+    """A sentence when this pair of torch and triton is none of the tested ones, else ""."""
+    own = (".".join(torch.__version__.split(".")[:2]), ".".join((_triton_version() or "").split(".")[:2]) or None)
+    if own in TESTED:
+        return ""
+    pairs = ", ".join(f"torch {t} with {'triton ' + r if r else 'no triton'}" for t, r in TESTED)
+    return f"torch {own[0]} with {'triton ' + own[1] if own[1] else 'no triton'} is not among the tested pairs ({pairs})"

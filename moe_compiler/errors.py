@@ -1,0 +1,146 @@
+"""What a user reads when something is refused or goes wrong.
+
+Every error of the compiler is a `MoepdlError`: one line says what happened and at which line of the user's model,
+then `why:` and `try:`. One class per kind of failure, so that a test or a caller can tell them apart without reading
+text. Our own stack is of use to us only: the command line shows it with `MOEPDL_VERBOSE=1`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MoepdlError(RuntimeError):
+    """Base of every error raised by moepdl.
+
+    what:  one line, what happened
+    why:   the rule or limit behind it
+    try_:  what the user can do about it
+    where: the user's line, `file:line: code`, when a line of the model is to blame
+    """
+
+    def __init__(self, what: str, *, why: str = "", try_: str = "", where: str = "") -> None:
+        self.what = what
+        self.why = why
+        self.try_ = try_
+        self.where = where
+        super().__init__(self.text())
+
+    def text(self) -> str:
+        """The message: `what` with the user's line, then the lines `why:` and `try:` that are known."""
+        lines = [f"{self.what} (at {self.where})" if self.where else self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.try_:
+            lines.append(f"  try: {self.try_}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, with the class name under `error`; what `--json` prints."""
+        fields = {name.rstrip("_"): value for name, value in vars(self).items() if not name.startswith("_")}
+        return {"error": type(self).__name__, **fields}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword-only arguments do not survive the default protocol, and errors cross process borders in distributed
+        # runs.
+        return (_rebuild, (type(self), dict(vars(self))))
+
+
+def _rebuild(cls: type[MoepdlError], fields: dict[str, Any]) -> MoepdlError:
+    error = cls.__new__(cls)
+    error.__dict__.update(fields)
+    error.args = (error.text(),)
+    return error
+
+
+class OptionError(MoepdlError):
+    """An option has an unknown key, an unknown name or a value that is not allowed, as argument or as
+    `MOEPDL_<KEY>`.
+    """
+
+
+class CaptureError(MoepdlError):
+    """Dynamo's graph could not be traced into the one dialect that the passes read. The graph then belongs to
+    Inductor unchanged.
+    """
+
+
+class PassError(MoepdlError):
+    """A pass failed, or left a graph that breaks an invariant.
+
+    pass_name: the pass, as `options["disable"]` spells it
+    invariant: the rule that no longer holds; empty when the pass itself raised
+    node:      the first node that breaks it
+    repro:     path of the file that reruns the pass on the graph it got, when one was written
+    """
+
+    def __init__(
+        self,
+        pass_name: str,
+        problem: str,
+        *,
+        invariant: str = "",
+        node: str = "",
+        repro: str = "",
+        why: str = "",
+        try_: str = "",
+        where: str = "",
+    ) -> None:
+        self.pass_name = pass_name
+        self.problem = problem
+        self.invariant = invariant
+        self.node = node
+        self.repro = repro
+        what = f"pass {pass_name}: {problem}"
+        if invariant:
+            what += f" [invariant: {invariant}]"
+        if node:
+            what += f" [node: {node}]"
+        if not try_:
+            try_ = f'options={{"disable": ["{pass_name}"]}}' + (
+                f", and attach {repro} to a bug report" if repro else ""
+            )
+        super().__init__(what, why=why, try_=try_, where=where)
+
+
+class VerifyError(MoepdlError):
+    """A proof obligation failed: a chain's waits and triggers, a collective order, or a numeric comparison of
+    `verify="numeric"`.
+
+    check: name of the check that failed
+    node:  the launch or node it failed on
+    """
+
+    def __init__(
+        self, what: str, *, check: str = "", node: str = "", why: str = "", try_: str = "", where: str = ""
+    ) -> None:
+        self.check = check
+        self.node = node
+        super().__init__(what, why=why, try_=try_, where=where)
+
+
+class KernelError(MoepdlError):
+    """A kernel cannot be compiled or launched for these shapes, dtypes or this device.
+
+    kernel: the kernel's registered name
+    """
+
+    def __init__(self, kernel: str, problem: str, *, why: str = "", try_: str = "", where: str = "") -> None:
+        self.kernel = kernel
+        self.problem = problem
+        super().__init__(f"kernel {kernel}: {problem}", why=why, try_=try_, where=where)
+
+
+class PdlUnavailable(MoepdlError):
+    """`pdl="on"` was asked for, and the device or a kernel of the chain cannot launch programmatically."""
+
+
+class MatchRequired(MoepdlError):
+    """`require_match` was set and fewer blocks matched. `why` holds the near misses, one after the other."""
+
+
+class PrepareError(MoepdlError):
+    """`moe_compiler.prepare` or `expert_parallel` cannot change this model as asked."""

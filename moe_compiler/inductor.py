@@ -1,0 +1,108 @@
+"""The seam to Inductor: our phase after autograd as a pass that takes part in its cache key, and the stored report.
+
+Inductor calls one pass where users may put theirs; ours runs its own phase and then the user's passes, so nothing is
+overwritten. On a cache hit no pass runs, but the user is still told what the loaded code does: what the pass reported
+is stored beside Inductor's caches under a key made of the graph, its inputs, the options and our sources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from moe_compiler import torch_private
+from moe_compiler.device import describe
+from moe_compiler.options import Options
+
+__all__ = ["ReportStore", "is_backward", "post_grad_pass", "source_hash"]
+
+_HASHED = ("moe_compiler", "passes", "runtime_kernels")
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """A hash over the sources that decide what code is generated."""
+    root = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for folder in (root, root / "passes", root / "runtime_kernels"):
+        for path in sorted(folder.resolve().rglob("*.py")):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def is_backward(graph: Graph) -> bool:
+    """Is this the backward graph of a training step? AOTAutograd names its incoming gradients `tangents_*`."""
+    return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
+
+
+def post_grad_pass(run: Callable[[GraphModule], None], options: Options) -> Any:
+    """The object for Inductor's `post_grad_custom_pre_pass`: `run` on each graph, then the user's own passes."""
+    theirs = torch_private.user_post_grad_passes()
+
+    class MoepdlPass(torch_private.post_grad_pass_base()):  # type: ignore[misc]
+        """Phase B of moepdl, then the passes that the user had put here."""
+
+        def __call__(self, graph: Graph) -> None:
+            module = graph.owning_module
+            assert module is not None
+            run(module)
+            for own in theirs:
+                own(module.graph)
+
+        def uuid(self) -> Any:
+            keys = [own.uuid() if hasattr(own, "uuid") else None for own in theirs]
+            if any(key is None for key in keys):
+                return None
+            device = json.dumps({k: v for k, v in describe().items() if k != "cpu_threads"}, sort_keys=True)
+            return ("moepdl", source_hash(), options.cache_key(), device, tuple(map(str, keys)))
+
+    return MoepdlPass()
+
+
+def _input_text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(map(str, value.shape))}{tuple(map(str, value.stride()))}{value.device}{value.requires_grad}"
+    return type(value).__name__
+
+
+class ReportStore:
+    """What phase B reported about one graph, kept on disk under the key of that graph."""
+
+    def __init__(self, module: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+        digest = hashlib.sha256()
+        digest.update(module.print_readable(print_output=False).encode())
+        digest.update("\n".join(map(_input_text, example_inputs)).encode())
+        digest.update(options.cache_key().encode())
+        digest.update(source_hash().encode())
+        digest.update(repr(torch.is_grad_enabled()).encode())
+        self.key = digest.hexdigest()[:32]
+
+    def _path(self, phase: str) -> Path:
+        return Path(torch_private.code_cache_dir()) / "moepdl" / f"{self.key}-{phase}.json"
+
+    def save(self, phase: str, data: dict[str, Any]) -> None:
+        """Store the part of a report that `phase` made; a folder that cannot be written is no error."""
+        path = self._path(phase)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(data))
+            temporary.replace(path)
+        except OSError:
+            return
+
+    def load(self, phase: str) -> dict[str, Any] | None:
+        """The stored part, None when there is none."""
+        try:
+            return json.loads(self._path(phase).read_text())
+        except (OSError, ValueError):
+            return None

@@ -1,0 +1,204 @@
+"""The vocabulary of a Mixture-of-Experts block, from the user's ATen operators to launches.
+
+Four levels, each a set of operators; `vocabulary_errors` says which nodes of a graph do not belong to a level.
+A block found in the captured graph is a `Match`: what the finder bound to each role, and the two attribute records
+(`RouterSpec`, `ExpertsSpec`) that the canonical operators `moepdl::route` and `moepdl::experts` carry. A block that
+was not found is a `MissRecord` of the report; inside the finder it is the exception `Miss`.
+
+Letters used everywhere: T tokens, K experts a token, E experts, H hidden, I intermediate, S = T*K pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+__all__ = [
+    "BACKWARD_STAGES",
+    "ExpertsSpec",
+    "FORWARD_STAGES",
+    "Level",
+    "Match",
+    "Miss",
+    "RouterSpec",
+    "STAGES",
+    "is_moepdl",
+    "op_name",
+    "size_expr",
+    "user_line",
+    "vocabulary_errors",
+]
+
+
+class Level(IntEnum):
+    """What a MoE block looks like; passes move a graph from one level to the next."""
+
+    CAPTURED = 0
+    MOE = 1
+    STAGES = 2
+    LAUNCHES = 3
+
+
+MOE_OPERATORS = frozenset({"route", "route_backward", "experts", "experts_saving", "experts_backward"})
+FORWARD_STAGES = ("route", "order", "gate_up", "down", "combine")
+BACKWARD_STAGES = ("grad_act", "grad_down", "grad_gate_up", "grad_pairs", "grad_input_weights", "combine")
+STAGES = frozenset(FORWARD_STAGES) | frozenset(BACKWARD_STAGES)
+
+# `chain` may stand beside stages that no chain took (chain_pdl disabled); the moe level is gone after expand_stages.
+_VOCABULARY: dict[Level, frozenset[str]] = {
+    Level.CAPTURED: frozenset(),
+    Level.MOE: MOE_OPERATORS,
+    Level.STAGES: STAGES,
+    Level.LAUNCHES: STAGES | {"chain"},
+}
+
+
+def is_moepdl(node: object) -> bool:
+    """Is this node a call of one of our operators?"""
+    return isinstance(node, Node) and node.op == "call_function" and getattr(node.target, "namespace", "") == "moepdl"
+
+
+def op_name(node: Node) -> str:
+    """The operator's name without namespace and overload: `topk`, `_grouped_mm`, `experts`."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        return str(packet).rsplit(".", 1)[-1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def vocabulary_errors(graph: Graph, level: Level) -> list[Node]:
+    """The nodes of our namespace that do not belong to `level`, in graph order."""
+    allowed = _VOCABULARY[level]
+    return [node for node in graph.nodes if is_moepdl(node) and op_name(node) not in allowed]
+
+
+def size_expr(size: Any) -> sympy.Expr:
+    """A size as a sympy expression, without asking a question that would become a guard."""
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    return sympy.Integer(int(size))
+
+
+def user_line(node: Node | None) -> str:
+    """`file:line: code` of the user's own line behind a node, innermost frame outside of torch; "" when unknown."""
+    if node is None:
+        return ""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    frames: list[tuple[str, str]] = []
+    for index, line in enumerate(lines):
+        text = line.strip()
+        if text.startswith('File "'):
+            path, _, rest = text[6:].partition('"')
+            number = rest.partition("line ")[2].partition(",")[0].strip()
+            code = lines[index + 1].strip() if index + 1 < len(lines) else ""
+            frames.append((f"{path}:{number}", code if not code.startswith("File ") else ""))
+    for where, code in reversed(frames):
+        if "/torch/" not in where:
+            return f"{where}: {code}" if code else where
+    return f"{frames[-1][0]}: {frames[-1][1]}" if frames else ""
+
+
+class Miss(Exception):  # noqa: N818 - a result of the finder, not an error of the program
+    """A step of a formulation did not hold: `reason` for the reader, the node it was about, and what would help."""
+
+    def __init__(self, reason: str, node: Node | None = None, hint: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How scores become weights and ids: the attributes of `moepdl::route`.
+
+    score: "softmax" | "sigmoid" | "none", computed in `score_dtype`; order: "before" or "after" the top-k;
+    renormalize: divide by (sum over the K + eps); then times `scale`, in `dtype`.
+    """
+
+    k: int
+    score: str
+    order: str
+    renormalize: bool
+    eps: float
+    scale: float
+    score_dtype: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def rule(self) -> str:
+        """The name of the rule in the documentation's table of routers (R1-R4, R7), or a description."""
+        if self.score == "softmax" and self.order == "before":
+            return "R1/R2 softmax, top-k, renormalise" if self.renormalize else "R3 softmax, top-k"
+        if self.score == "softmax":
+            return "R4 top-k, softmax"
+        if self.score == "sigmoid" and self.order == "after":
+            return "R7 top-k, sigmoid"
+        return f"{self.score} {self.order} top-k"
+
+    def args(self) -> tuple[Any, ...]:
+        """The operator's arguments after `logits`."""
+        return (
+            self.k,
+            self.score,
+            self.order,
+            self.renormalize,
+            self.eps,
+            self.scale,
+            self.score_dtype,
+            self.dtype,
+        )
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """What an expert computes: the attributes of `moepdl::experts`.
+
+    activation: "silu" | "gelu" | "gelu_tanh" | "relu" | "relu2"; gated: act(gate) * up, else act(gate);
+    weight_at: "output" or "input", where the routing weight is applied; dtype of the result;
+    compute_dtype: dtype of the matmuls (autocast makes it differ from the operands' own dtype).
+    """
+
+    activation: str
+    gated: bool
+    weight_at: str
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+
+
+@dataclass
+class Match:
+    """One MoE block of a captured graph, with everything bound that raising it needs.
+
+    x_TH, ids_TK, weights_TK: the operands. gate, up, down: expert weights as nodes in the layouts of
+    `moepdl::experts`; `transposed` names those lists whose nodes hold [.., in, out] and need a transposed view.
+    output: the node whose value the block computes, [T, H]. inner: nodes that belong to the block alone.
+    """
+
+    formulation: str
+    spec: ExpertsSpec
+    x_TH: Node
+    ids_TK: Node
+    weights_TK: Node
+    gate: tuple[Node, ...]
+    up: tuple[Node, ...]
+    down: tuple[Node, ...]
+    output: Node
+    anchor: Node
+    transposed: frozenset[str] = frozenset()
+    sizes: dict[str, sympy.Expr] = field(default_factory=dict)
+    router: RouterSpec | None = None
+    logits: Node | None = None
+    router_weights: Node | None = None
+    router_ids: Node | None = None
+    router_miss: Miss | None = None
+    inner: frozenset[Node] = frozenset()
+
+    def roles(self) -> dict[str, Node]:
+        """The single-node roles, for printing and for tests."""
+        return {"x": self.x_TH, "ids": self.ids_TK, "weights": self.weights_TK, "output": self.output}

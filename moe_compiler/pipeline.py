@@ -1,0 +1,117 @@
+"""The passes in the order they run, and the runner that holds each to its word.
+
+Phase "capture" runs before autograd on the captured graph; phase "graph" runs after it, on the forward and on the
+backward graph. Membership in PIPELINE is registration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from torch.fx import Graph, GraphModule
+
+from moe_compiler.graph_text import render_graph
+from moe_compiler.errors import MoepdlError, PassError
+from moe_compiler.graph_pass import Context, GraphPass
+from moe_compiler.passes.canonicalize import canonicalize
+from moe_compiler.passes.chain_pdl import chain_pdl
+from moe_compiler.passes.expand_stages import expand_stages
+from moe_compiler.passes.find_moe import find_moe
+from moe_compiler.passes.formulations.registry import formulation_names
+from moe_compiler.passes.lower import lower
+from moe_compiler.passes.raise_moe import raise_moe
+from moe_compiler.report import GraphRecord, PassRecord
+from moe_compiler.verify import check_graph, interface
+
+__all__ = ["PIPELINE", "known_names", "pass_named", "run_passes", "run_phase"]
+
+PIPELINE: tuple[tuple[str, GraphPass], ...] = (
+    ("capture", canonicalize),  # fewer spellings, so that a formulation is written once
+    ("capture", find_moe),  # before raise_moe: analysis only, it changes nothing
+    ("capture", raise_moe),  # last before autograd: the canonical operators are differentiable
+    ("graph", expand_stages),  # first after autograd: everything below reasons about stages
+    ("graph", chain_pdl),  # needs all stages of a block at once
+    ("graph", lower),  # last: the remainder of the graph is Inductor's
+)
+
+
+def known_names() -> frozenset[str]:
+    """Names that `options={"disable": [...]}` accepts: passes and formulations."""
+    return frozenset(graph_pass.name for _, graph_pass in PIPELINE) | frozenset(formulation_names())
+
+
+def pass_named(name: str) -> GraphPass:
+    """The pass called `name`. Raises KeyError with the names there are."""
+    for _, graph_pass in PIPELINE:
+        if graph_pass.name == name:
+            return graph_pass
+    raise KeyError(f"no pass is called {name!r}; passes: {', '.join(p.name for _, p in PIPELINE)}")
+
+
+def _text(graph: Graph) -> str:
+    return str(graph)
+
+
+def _operators(graph: Graph) -> Counter[str]:
+    return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Context) -> int:
+    """Run passes in order on one graph, checking it after each; returns the number of rewrites.
+
+    Raises PassError when a pass leaves a graph that breaks an invariant, or miscounts its rewrites.
+    """
+    total = 0
+    checked = context.options.verify != "off"
+    for graph_pass in passes:
+        if graph_pass.name in context.options.disable:
+            continue
+        graph = module.graph
+        before, operators, text = interface(graph), _operators(graph), _text(graph)
+        started = time.perf_counter()
+        try:
+            rewrites = graph_pass(graph, context)
+        except MoepdlError:
+            raise
+        except Exception as error:
+            raise PassError(graph_pass.name, f"{type(error).__name__}: {error}") from error
+        seconds = time.perf_counter() - started
+        changed = _text(graph) != text
+        if changed != (rewrites > 0):
+            raise PassError(graph_pass.name, f"it reported {rewrites} rewrites, but the graph {'has' if changed else 'has not'} changed")
+        if checked and changed:
+            check_graph(graph, graph_pass, before)
+        delta = _operators(graph)
+        delta.subtract(operators)
+        context.report.passes.append(
+            PassRecord(
+                name=graph_pass.name,
+                phase=context.phase,
+                level=graph_pass.level.name.lower(),
+                numerics=graph_pass.numerics,
+                rewrites=rewrites,
+                seconds=seconds,
+                delta={name: count for name, count in sorted(delta.items()) if count},
+            )
+        )
+        if changed:
+            record_graph(module, graph_pass.name, context)
+        total += rewrites
+    if total:
+        module.recompile()
+    return total
+
+
+def record_graph(module: GraphModule, name: str, context: Context) -> None:
+    """Keep the graph for the dump, as runnable text, when one was asked for."""
+    if context.options.dump is None:
+        return
+    number = sum(record.phase == context.phase for record in context.report.graphs)
+    code = render_graph(module, title=f"{context.phase}: {name}", provenance=f"after pass {name}")
+    context.report.graphs.append(GraphRecord(number=number, name=name, phase=context.phase, code=code))
+
+
+def run_phase(module: GraphModule, phase: str, context: Context) -> int:
+    """Run the passes of a phase ("capture" or "graph") on a graph; returns the number of rewrites."""
+    return run_passes(module, tuple(graph_pass for own, graph_pass in PIPELINE if own == phase), context)

@@ -1,0 +1,109 @@
+"""What must hold between passes, and what must hold of a chain before it is launched.
+
+Graphs: well formed, every call has its fake value and the value its target computes, only the level's vocabulary,
+placeholders and outputs as they were. Chains: the rules of programmatic launch by buffer. A failure names the pass,
+the invariant, the node and the user's line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from moe_compiler.errors import PassError, VerifyError
+from moe_compiler.graph_pass import GraphPass, fake_mode_of_graph
+from moe_compiler.launch import Chain
+from moe_compiler.moe_ir import is_moepdl, op_name, size_expr, user_line, vocabulary_errors
+from moe_compiler.options import Options
+from moe_compiler.runtime_kernels.registry import kernel
+
+__all__ = ["check_chain", "check_graph", "interface"]
+
+
+def _metadata(value: Any) -> Any:
+    """dtype, device and sizes of a value, comparable without guarding on symbols."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.device, tuple(size_expr(s) for s in value.shape))
+    if isinstance(value, (tuple, list)):
+        return tuple(_metadata(item) for item in value)
+    return None
+
+
+def interface(graph: Graph) -> tuple[Any, ...]:
+    """What a pass may not change: names and metadata of the placeholders, metadata of the outputs."""
+    inputs = tuple((node.name, _metadata(node.meta.get("val"))) for node in graph.find_nodes(op="placeholder"))
+    outputs: list[Any] = []
+    map_arg(graph.output_node().args, lambda node: outputs.append(_metadata(node.meta.get("val"))) or node)
+    return inputs, tuple(outputs)
+
+
+def _fail(graph_pass: GraphPass, invariant: str, node: Node | None) -> PassError:
+    return PassError(
+        graph_pass.name,
+        "it left a graph that breaks an invariant",
+        invariant=invariant,
+        node=(node.format_node() or node.name) if node is not None else "",
+        where=user_line(node),
+    )
+
+
+def check_graph(graph: Graph, graph_pass: GraphPass, before: tuple[Any, ...]) -> None:
+    """Raise PassError unless the graph that `graph_pass` left behind is well formed; `before` is its old interface."""
+    try:
+        graph.lint()
+    except Exception as error:
+        raise _fail(graph_pass, f"the graph is malformed: {error}", None) from error
+    wrong = vocabulary_errors(graph, graph_pass.level)
+    if wrong:
+        raise _fail(graph_pass, f"{op_name(wrong[0])} does not belong to level {graph_pass.level.name.lower()}", wrong[0])
+    mode = fake_mode_of_graph(graph)
+    for node in graph.nodes:
+        if not is_moepdl(node):
+            continue
+        if "val" not in node.meta:
+            raise _fail(graph_pass, "a call has no recorded value", node)
+        values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        if mode is not None:
+            with mode, torch.no_grad():
+                again = node.target(*values[0], **values[1])
+            if _metadata(again) != _metadata(node.meta["val"]):
+                raise _fail(graph_pass, "the recorded value is not what the operator computes", node)
+    after = interface(graph)
+    if after != before:
+        changed = next((a for a, b in zip(after[1], before[1], strict=False) if a != b), "an input")
+        raise _fail(graph_pass, f"inputs or outputs changed: {changed}", None)
+
+
+def check_chain(chain: Chain, options: Options) -> None:
+    """Raise VerifyError unless every programmatic launch of the chain is provably safe.
+
+    Rules (by buffer; buffers of a chain are written once and never alias its inputs):
+    first launch plain; an attributed kernel waits; it triggers only after its own wait, so that only the immediate
+    predecessor has to be looked at; before its wait it reads nothing but weights, which no launch of the chain writes;
+    its architecture is one that the kernel supports.
+    """
+    if options.verify == "off":
+        return
+    for variant in chain.program.variants:
+        written: set[str] = set()
+        for index, launch in enumerate(variant.launches):
+            traits = kernel(launch.kernel).traits
+            where = f"chain {chain.program.name}, variant {variant.name}, launch {index} ({launch.kernel})"
+            early = {launch.ins[name] for name in traits.weights if launch.ins.get(name) is not None}
+            if launch.pdl and index == 0:
+                raise VerifyError(f"{where}: the first launch of a chain carries the PDL attribute")
+            if launch.pdl and not traits.waits:
+                raise VerifyError(f"{where}: it carries the PDL attribute, but the kernel never waits")
+            if launch.pdl and traits.triggers and not traits.waits:
+                raise VerifyError(f"{where}: it triggers without having waited")
+            if early & written:
+                raise VerifyError(
+                    f"{where}: {', '.join(sorted(early & written))} may be read before the wait, "
+                    "but a launch of this chain writes it"
+                )
+            if launch.pdl and chain.device != "cuda":
+                raise VerifyError(f"{where}: it carries the PDL attribute on a {chain.device} device")
+            written |= set(launch.outs.values())

@@ -1,0 +1,119 @@
+"""Fewer spellings of the same thing, before the finder looks.
+
+Only what leaves every value as it was: an in-place operator on memory that nobody else can see becomes the operator
+that returns a new tensor, and casts and reshapes that change nothing disappear. An in-place operator on an input, on
+a view of one, or on anything still read under its old name afterwards stays as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
+from moe_compiler.graph_pass import Context, graph_pass
+from moe_compiler.moe_ir import Level, size_expr
+
+__all__ = ["canonicalize"]
+
+_aten = torch.ops.aten
+_SAME_SHAPE_NO_OPS = (_aten.reshape, _aten.view)
+
+
+def _private(node: Node, base: Node, order: dict[Node, int]) -> bool:
+    """Can nobody but the users of `node` see that it wrote into `base`?"""
+    root = alias_root(base)
+    if root.op != "call_function" or not isinstance(root.meta.get("val"), torch.Tensor):
+        return False
+    seen = {root}
+    pending = [root]
+    while pending:
+        alias = pending.pop()
+        for user in alias.users:
+            if user is node:
+                continue
+            if order[user] > order[node]:
+                return False
+            if alias in aliases_argument(user) and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return True
+
+
+def _functional_target(node: Node) -> torch._ops.OpOverload | None:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    name = target._schema.name.partition("::")[2]
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(_aten, name[:-1], None)
+    overload = target._overloadname
+    return getattr(packet, overload, None) if packet is not None and overload in packet.overloads() else None
+
+
+def _promotes(node: Node) -> bool:
+    """Would the functional operator return another dtype than the memory that the in-place one keeps?"""
+    own = node.meta["val"].dtype
+    operands = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+    floating = [value for value in operands if value.dtype.is_floating_point and value.dim() > 0]
+    return any(value.dtype != own for value in floating)
+
+
+def _functionalize(graph: Graph) -> int:
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    changed = 0
+    for node in graph.nodes:
+        written = mutated_arguments(node)
+        if len(written) != 1 or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        target = _functional_target(node)
+        if target is None or _promotes(node) or not _private(node, written[0], order):
+            continue
+        node.target = target
+        changed += 1
+    return changed
+
+
+def _is_no_op(node: Node) -> bool:
+    value = node.meta.get("val")
+    source = node.args[0] if node.args else None
+    if not isinstance(value, torch.Tensor) or not isinstance(source, Node):
+        return False
+    before = source.meta.get("val")
+    if not isinstance(before, torch.Tensor) or before.dtype != value.dtype or before.device != value.device:
+        return False
+    if node.target is _aten.to.dtype:
+        copy = node.args[3] if len(node.args) > 3 else node.kwargs.get("copy", False)
+        return not copy and node.kwargs.get("memory_format") is None and len(node.args) < 5
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _SAME_SHAPE_NO_OPS:
+        return [size_expr(s) for s in before.shape] == [size_expr(s) for s in value.shape]
+    return False
+
+
+def _drop_no_ops(graph: Graph) -> int:
+    mutated = {alias_root(argument) for node in graph.nodes for argument in mutated_arguments(node)}
+    changed = 0
+    for node in list(graph.nodes):
+        # An output must stay its own node: returning an input twice has another meaning than returning a view of it.
+        if node.op != "call_function" or not _is_no_op(node) or any(user.op == "output" for user in node.users):
+            continue
+        if alias_root(node) in mutated:
+            continue
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+        changed += 1
+    return changed
+
+
+@graph_pass(level=Level.CAPTURED, numerics="exact")
+def canonicalize(graph: Graph, context: Context) -> int:
+    """Make private in-place operators functional and drop casts and reshapes that change nothing.
+
+    before   p = topk(s); w = p.values.div_(sum(p.values)); w = w.to(float32); y = zeros.index_add_(0, t, v)
+    after    p = topk(s); w = div(p.values, sum(p.values));                    y = index_add(zeros, 0, t, v)
+    """
+    return _functionalize(graph) + _drop_no_ops(graph)

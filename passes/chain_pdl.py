@@ -1,0 +1,115 @@
+"""Group a block's stages into one chain and decide which of its launches are programmatic.
+
+A chain is a convex group of stages that feed each other: nothing outside of it stands between two of them. Its first
+launch is a plain one, so everything that ran before the chain (an optimiser step, a weight load, a cast of weights)
+has ended when the second starts. Every later launch whose kernel waits before it touches data may carry the PDL
+attribute. "auto" and "on" keep every edge that is provable; "off" is the same chain without the attribute.
+
+The graph itself is not rewritten here: the chains go to `lower` through the context.
+"""
+
+from __future__ import annotations
+
+import networkx as nx
+from torch.fx import Graph, Node
+
+from moe_compiler import device
+from moe_compiler.dag import build_dag, convex, neighbourhood, to_record
+from moe_compiler.errors import PdlUnavailable
+from moe_compiler.graph_pass import Context, graph_pass
+from moe_compiler.launch import Chain, build_chain, is_stage_node, with_pdl
+from moe_compiler.launch import to_record as chain_record
+from moe_compiler.moe_ir import Level, op_name
+from moe_compiler.passes.expand_stages import BLOCK
+from moe_compiler.runtime_kernels.registry import kernel
+from moe_compiler.verify import check_chain
+
+__all__ = ["chain_pdl"]
+
+
+def _groups(graph: Graph, dag: nx.DiGraph) -> list[list[Node]]:
+    """Stage nodes by block, in graph order; a router joins the block that reads its ids when the whole is convex.
+
+    A stage that is alone, or in a group that is not convex, stays an operator of its own.
+    """
+    blocks: dict[object, list[Node]] = {}
+    routers: list[Node] = []
+    for node in graph.nodes:
+        if not is_stage_node(node):
+            continue
+        if op_name(node) == "route":
+            routers.append(node)
+        else:
+            blocks.setdefault(node.meta.get(BLOCK, node), []).append(node)
+    for router in routers:
+        readers = {user for item in router.users for user in item.users}
+        for stages in blocks.values():
+            if readers & set(stages) and convex(dag, [router, *stages]):
+                stages.insert(0, router)
+                break
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    found = []
+    for stages in blocks.values():
+        stages.sort(key=position.__getitem__)
+        if len(stages) > 1 and convex(dag, stages):
+            found.append(stages)
+    return sorted(found, key=lambda stages: position[stages[-1]])
+
+
+def _programmatic(chain: Chain, off: str) -> tuple[dict[str, frozenset[int]], dict[str, dict[int, str]]]:
+    """Which launches carry the attribute, and why or why not, by variant."""
+    chosen: dict[str, frozenset[int]] = {}
+    why: dict[str, dict[int, str]] = {}
+    for variant in chain.program.variants:
+        carried: set[int] = set()
+        reasons: dict[int, str] = {}
+        for index, launch in enumerate(variant.launches):
+            if index == 0:
+                reasons[index] = "the first launch of a chain is plain: it separates the chain from what ran before"
+            elif off:
+                reasons[index] = off
+            elif not kernel(launch.kernel).traits.waits:
+                reasons[index] = f"{launch.kernel} does not wait on the device"
+            else:
+                carried.add(index)
+                reasons[index] = "the kernel waits before it reads what others wrote"
+        chosen[variant.name], why[variant.name] = frozenset(carried), reasons
+    return chosen, why
+
+
+def _why_off(context: Context, chain: Chain) -> str:
+    if context.options.pdl == "off":
+        return 'options["pdl"] is "off"'
+    unavailable = device.why_no_pdl(chain.device)
+    if unavailable and context.options.pdl == "on":
+        raise PdlUnavailable(
+            what=f'options["pdl"]="on", but {unavailable}',
+            why="programmatic launch needs a CUDA GPU of compute capability 9.0 or above and triton 3.5 or newer",
+            try_='options={"pdl": "auto"}',
+        )
+    return unavailable
+
+
+@graph_pass(level=Level.STAGES, numerics="exact")
+def chain_pdl(graph: Graph, context: Context) -> int:
+    """Make chains of the stages and mark the launches that may start before their predecessor has ended.
+
+    before   order; gate_up; down; combine               (four calls)
+    after    chain[order > gate_up > down > combine]     (one call of four launches, > programmatic where provable)
+    """
+    if not any(is_stage_node(node) for node in graph.nodes):
+        return 0
+    dag = build_dag(graph)
+    direction = "backward" if context.phase == "backward" else "forward"
+    stages = [node for node in graph.nodes if is_stage_node(node)]
+    context.report.dags.append(to_record(neighbourhood(dag, stages), direction))
+    for group in _groups(graph, dag):
+        chain = build_chain(group, direction=direction, name=f"{direction}_{op_name(group[-1])}")
+        off = _why_off(context, chain)
+        chosen, why = _programmatic(chain, off)
+        chain = with_pdl(chain, chosen)
+        check_chain(chain, context.options)
+        context.report.pdl_off = off
+        context.report.schedule.append(chain_record(chain, why))
+        context.chains.append(chain)
+    return 0

@@ -1,0 +1,180 @@
+"""Open every canonical operator into its stages, in the forward and in the backward graph.
+
+After autograd a block is one node a direction. Its stages are what the dependency DAG, the plan and the chains are
+made of, so this is where order, grouped matmuls, combine and their backward counterparts become nodes of their own.
+The router's backward is a handful of elementwise operators: it becomes plain ATen, which Inductor fuses with its
+neighbours.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler import torch_private
+from moe_compiler.graph_pass import Context, fake_mode_of_graph, graph_pass, insert
+from moe_compiler.moe_ir import Level, is_moepdl, op_name
+from moe_compiler.runtime_kernels import register
+from moe_compiler.runtime_kernels.route.reference import route_backward
+
+__all__ = ["BLOCK", "expand_stages"]
+
+# Key of a stage node's metadata: the name of the canonical node it came from. Stages of one block share it.
+BLOCK = "moepdl_block"
+
+
+_ops = torch.ops.moepdl
+
+
+def _named(node: Node) -> dict[str, Any]:
+    """The node's arguments by their schema names."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+class _Expansion:
+    """Inserts the stages of one canonical node before it, and replaces the node's results."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def stage(self, name: str, *args: Any) -> Node:
+        with self.node.graph.inserting_before(self.node):
+            stage = insert(self.node, getattr(_ops, name).default, args)
+        stage.meta[BLOCK] = self.node.name
+        return stage
+
+    def item(self, node: Node, index: int) -> Node:
+        with self.node.graph.inserting_before(self.node):
+            return insert(self.node, operator.getitem, (node, index))
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        if node.meta["val"].dtype == dtype:
+            return node
+        with self.node.graph.inserting_before(self.node):
+            return insert(self.node, torch.ops.prims.convert_element_type.default, (node, dtype))
+
+    def replace(self, results: list[Node | list[Node] | None]) -> None:
+        """Give the users of the canonical node's results their stage; None stands for a result nobody may use."""
+        for user in list(self.node.users):
+            result = results[user.args[1]]  # type: ignore[index]
+            if isinstance(result, list):
+                for inner in list(user.users):
+                    inner.replace_all_uses_with(result[inner.args[1]])  # type: ignore[index]
+                    self.node.graph.erase_node(inner)
+            elif result is not None:
+                user.replace_all_uses_with(result)
+            else:
+                continue
+            self.node.graph.erase_node(user)
+        self.erase()
+
+    def erase(self) -> None:
+        self.node.graph.erase_node(self.node)
+
+
+def _experts_count(gate: list[Node]) -> int:
+    first = gate[0].meta["val"]
+    return int(first.shape[0]) if first.dim() == 3 else len(gate)
+
+
+def _expand_experts(node: Node, *, save: bool) -> None:
+    a, e = _named(node), _Expansion(node)
+    k = int(a["ids"].meta["val"].shape[1])
+    at_input = a["weights"] if a["weight_at"] == "input" else None
+    at_output = a["weights"] if a["weight_at"] == "output" else None
+    order = e.stage("order", a["ids"], _experts_count(a["gate"]))
+    perm, starts = e.item(order, 0), e.item(order, 1)
+    first = e.stage(
+        "gate_up", a["x"], at_input, perm, starts, a["gate"], a["up"], k, a["activation"], a["gated"], save
+    )
+    pairs = e.stage("down", e.item(first, 0), perm, starts, a["down"])
+    y = e.stage("combine", pairs, at_output, k, a["dtype"])
+    if save:
+        e.replace([y, e.item(first, 1), perm, starts])
+    else:
+        node.replace_all_uses_with(y)
+        e.erase()
+
+
+def _expand_experts_backward(node: Node) -> None:
+    a, e = _named(node), _Expansion(node)
+    k = int(a["ids"].meta["val"].shape[1])
+    x, weights, perm, starts = a["x"], a["weights"], a["perm"], a["starts"]
+    need_x, need_weights, need_gate, need_up, need_down = a["needs"]
+    at_output = a["weight_at"] == "output"
+    results: list[Any] = [None] * 5
+    first = e.stage(
+        "grad_act", a["grad_y"], weights if at_output else None, a["preact"], perm, starts, a["down"], k, a["activation"],
+        a["gated"],
+    )  # fmt: skip
+    grad_preact = e.item(first, 0)
+    if need_down:
+        grads = e.stage("grad_down", a["grad_y"], e.item(first, 1), perm, starts, a["down"], k)
+        results[4] = [e.item(grads, i) for i in range(len(a["down"]))]
+    if need_gate or need_up:
+        grads = e.stage(
+            "grad_gate_up", x, None if at_output else weights, grad_preact, perm, starts, a["gate"], a["up"], k, a["gated"]
+        )
+        items = [e.item(grads, i) for i in range(len(a["gate"]) + len(a["up"]))]
+        results[2], results[3] = items[: len(a["gate"])], items[len(a["gate"]) :]
+    if need_x or (need_weights and not at_output):
+        pairs = e.stage("grad_pairs", grad_preact, perm, starts, a["gate"], a["up"], a["gated"])
+        if need_x:
+            results[0] = e.stage("combine", pairs, None if at_output else weights, k, x.meta["val"].dtype)
+        if need_weights and not at_output:
+            results[1] = e.cast(e.stage("grad_input_weights", x, pairs, k), weights.meta["val"].dtype)
+    if need_weights and at_output:
+        results[1] = e.cast(e.item(first, 2), weights.meta["val"].dtype)
+    e.replace(results)
+
+
+def _expand_route_backward(node: Node) -> None:
+    """Inline the reference as the ATen operators that Inductor lowers."""
+    a = _named(node)
+    tensors = ("grad_weights", "logits", "ids")
+    attributes = {name: value for name, value in a.items() if name not in tensors}
+    mode = fake_mode_of_graph(node.graph)
+    traced = torch_private.make_fx_decomposed(
+        lambda *operands: route_backward(*operands, **attributes), mode, [a[name].meta["val"] for name in tensors]
+    )
+    environment: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), [a[n] for n in tensors], strict=True))
+    with node.graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "output":
+                node.replace_all_uses_with(environment[inner.args[0]])
+            elif inner.op != "placeholder":
+                copied = node.graph.node_copy(inner, lambda n: environment[n])
+                if "stack_trace" in node.meta:
+                    copied.meta["stack_trace"] = node.meta["stack_trace"]
+                environment[inner] = copied
+    node.graph.erase_node(node)
+
+
+@graph_pass(level=Level.STAGES, numerics="exact")
+def expand_stages(graph: Graph, context: Context) -> int:
+    """Open moepdl::experts, its saving and backward forms, and route_backward into stages.
+
+    before   y = experts(x, i, w, [W1], [], [W2], "silu", ..)
+    after    r, o = order(i, E); a = gate_up(x, None, r, o, [W1], ..); p = down(a, r, o, [W2]); y = combine(p, w, k)
+    """
+    count = 0
+    for node in list(graph.nodes):
+        if not is_moepdl(node):
+            continue
+        name = op_name(node)
+        if name in ("experts", "experts_saving"):
+            _expand_experts(node, save=name == "experts_saving")
+        elif name == "experts_backward":
+            _expand_experts_backward(node)
+        elif name == "route_backward":
+            _expand_route_backward(node)
+        else:
+            continue
+        count += 1
+    if count:
+        graph.eliminate_dead_code()
+    return count

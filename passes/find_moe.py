@@ -1,0 +1,257 @@
+"""Find the MoE blocks of a captured graph.
+
+Every formulation is tried at each of its anchors; a match must also be closed (nothing of the block's inside is read
+elsewhere, nothing from elsewhere is read inside), lie in one autocast and grad-mode region, and have operands that
+nobody writes to while the block runs. The router is resolved apart: when its rule is not known the experts are still
+a match, with ids and weights as inputs.
+
+The pass changes nothing: it fills `context.matches`, and the report's misses with the best attempt at each candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler.aliasing import alias_root, mutated_arguments
+from moe_compiler.graph_pass import Context, graph_pass
+from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
+from moe_compiler.passes.formulations.base import Attempt, attempt
+from moe_compiler.passes.formulations.registry import FORMULATIONS
+from moe_compiler.passes.formulations.router import match_router
+from moe_compiler.passes.formulations.walk import is_op, shape_of, strip_casts
+from moe_compiler.report import MissRecord
+
+__all__ = ["find_moe"]
+
+
+def _operands(match: Match) -> list[Node]:
+    found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
+    if match.weights_TK is not None:
+        found.append(match.weights_TK)
+    return found
+
+
+def _inside(match: Match) -> frozenset[Node]:
+    """The nodes between the block's operands and its output; a Miss when something unbound is read on the way."""
+    boundary = set(_operands(match))
+    if match.logits is not None:
+        boundary.add(match.logits)
+    inside: set[Node] = set()
+    pending = [match.output]
+    while pending:
+        node = pending.pop()
+        if node in inside or node in boundary:
+            continue
+        if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            continue  # a size: it is computed from shapes alone
+        if node.op in ("placeholder", "get_attr"):
+            raise Miss(f"the block also reads {node.name}, which no role explains", node)
+        inside.add(node)
+        pending.extend(node.all_input_nodes)
+    return frozenset(inside)
+
+
+def _leads_somewhere(node: Node, inside: frozenset[Node]) -> bool:
+    """Does a user outside of the block have an effect, other than asserting what the block itself guarantees?"""
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        if current in seen or current in inside:
+            continue
+        seen.add(current)
+        if current.op == "output":
+            return True
+        if current.is_impure() and not is_op(current, "_assert_scalar"):
+            return True
+        pending.extend(current.users)
+    return False
+
+
+def _check_closed(match: Match, inside: frozenset[Node]) -> None:
+    """No value that depends on tokens, routing weights or expert weights may be read outside, but the output."""
+    values = set(_operands(match)) - {match.ids_TK}
+    dependent: set[Node] = set()
+    for node in match.output.graph.nodes:
+        if node in inside and (any(i in values or i in dependent for i in node.all_input_nodes)):
+            dependent.add(node)
+    for node in dependent - {match.output}:
+        for user in node.users:
+            if user not in inside and _leads_somewhere(user, inside):
+                raise Miss(
+                    f"{node.name}, a value from inside the block, is also used by {user.name}",
+                    user,
+                    "a block is rewritten only when its intermediate values stay inside",
+                )
+
+
+def _regions(graph: Graph) -> dict[Node, tuple[object, ...]]:
+    """For each node the autocast regions it stands in and the grad mode in force, as an opaque comparable value."""
+    autocast: list[Node] = []
+    grad: object = None
+    region: dict[Node, tuple[object, ...]] = {}
+    for node in graph.nodes:
+        name = op_name(node) if node.op == "call_function" else ""
+        if name == "_enter_autocast":
+            autocast.append(node)
+        elif name == "_exit_autocast" and node.args[0] in autocast:
+            autocast.remove(node.args[0])  # type: ignore[arg-type]
+        elif name == "_set_grad_enabled":
+            grad = node.args[0]
+        region[node] = (tuple(autocast), grad)
+    return region
+
+
+def _check_region(nodes: Iterable[Node], output: Node, region: dict[Node, tuple[object, ...]], what: str) -> None:
+    for node in nodes:
+        value = node.meta.get("val")
+        floating = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+        if floating and region[node] != region[output]:
+            raise Miss(f"{what} spans two autocast or grad-mode regions", node)
+
+
+def _check_not_mutated(match: Match, inside: frozenset[Node], order: dict[Node, int]) -> None:
+    roots = {alias_root(node) for node in _operands(match)}
+    first = min(order[node] for node in inside)
+    for node in match.output.graph.nodes:
+        if first < order[node] < order[match.output]:
+            for written in mutated_arguments(node):
+                if alias_root(written) in roots and node not in inside:
+                    raise Miss(f"{written.name} is written to while the block still reads it", node)
+
+
+def _bind_router(match: Match, region: dict[Node, tuple[object, ...]]) -> None:
+    """Resolve the router of a match in place; what it is not is kept in `router_miss`."""
+    if match.router is not None or match.weights_TK is None:
+        return
+    try:
+        router = match_router(match.weights_TK, match.ids_TK)
+        own = set(router.inner) | {router.weights}
+        for node in router.inner:
+            scores = node in router.logits.users or node is router.logits
+            for user in node.users:
+                outside = user not in own and user not in match.inner and user is not router.ids
+                if outside and not scores and op_name(user) != "getitem":
+                    raise Miss(f"{node.name}, a value from inside the router, is also used by {user.name}", user)
+        _check_region(router.inner, router.weights, region, "the router")
+    except Miss as miss:
+        match.router_miss = miss
+        return
+    match.router, match.logits = router.spec, router.logits
+    match.router_weights, match.router_ids = router.weights, router.ids
+
+
+def _sizes(match: Match) -> None:
+    tokens, hidden = shape_of(match.x_TH)
+    down = shape_of(match.down[0])
+    experts = down[0] if len(down) == 3 else sympy.Integer(len(match.down))
+    match.sizes = {
+        "T": tokens,
+        "E": experts,
+        "k": shape_of(match.ids_TK)[1],
+        "H": hidden,
+        "I": down[-2] if "down" in match.transposed else down[-1],
+    }
+
+
+def _candidate(anchor: Node) -> Node:
+    """The selection (top-k) that an anchor depends on, else the anchor: attempts at one selection belong together."""
+    pending, seen = [anchor], {anchor}
+    while pending:
+        node = pending.pop(0)
+        if is_op(node, "topk"):
+            return node
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            integral = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+            if source not in seen and (integral or isinstance(value, (tuple, list))):
+                seen.add(source)
+                pending.append(source)
+            elif source not in seen and is_op(source, "index", "index_select", "mul"):
+                seen.add(source)
+                pending.append(source)
+    return anchor
+
+
+def _record(best: Attempt, candidate: Node) -> MissRecord:
+    miss = best.miss
+    assert miss is not None
+    return MissRecord(
+        candidate=op_name(candidate),
+        where=user_line(candidate),
+        formulation=best.formulation.name,
+        steps_passed=best.passed,
+        steps_total=len(best.formulation.steps) + 1,
+        step=best.step,
+        reason=miss.reason,
+        node=miss.node.format_node() or miss.node.name if miss.node is not None else "",
+        hint=miss.hint,
+        at=user_line(miss.node),
+    )
+
+
+@graph_pass(level=Level.CAPTURED, numerics="exact")
+def find_moe(graph: Graph, context: Context) -> int:
+    """Bind every MoE block of the graph to a formulation, or say which step failed at which line."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    region = _regions(graph)
+    failed: dict[Node, list[Attempt]] = {}
+    claimed: set[Node] = set()
+    for formulation in FORMULATIONS:
+        if formulation.name in context.options.disable:
+            continue
+        for anchor in formulation.anchors(graph):
+            if anchor in claimed:
+                continue
+            result = attempt(formulation, graph, anchor)
+            if result.match is not None:
+                try:
+                    inside = _inside(result.match)
+                    _check_closed(result.match, inside)
+                    _check_region(inside, result.match.output, region, "the block")
+                    _check_not_mutated(result.match, inside, order)
+                except Miss as miss:
+                    result.step, result.miss = "closed", miss
+                else:
+                    result.match.inner = inside
+                    _bind_router(result.match, region)
+                    _sizes(result.match)
+                    context.matches.append(result.match)
+                    claimed |= inside
+                    failed.pop(_candidate(anchor), None)
+                    claimed.add(_candidate(anchor))
+                    continue
+            failed.setdefault(_candidate(anchor), []).append(result)
+    for candidate, attempts in failed.items():
+        if candidate in claimed or any(a.anchor in claimed for a in attempts):
+            continue
+        context.report.misses.append(_record(max(attempts, key=lambda a: a.passed), candidate))
+    _record_lonely_selections(graph, context, claimed, set(failed))
+    context.matches.sort(key=lambda match: order[match.output])
+    return 0
+
+
+def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node], tried: set[Node]) -> None:
+    """A top-k over a score matrix that no formulation had anything to say about is still a candidate."""
+    for node in graph.nodes:
+        if not is_op(node, "topk") or node in tried or node in claimed:
+            continue
+        used = [user for user in node.users if op_name(user) == "getitem" and user.args[1] == 1 and user.users]
+        if not used or any(user in claimed for user in used) or strip_casts(node) in claimed:
+            continue
+        context.report.misses.append(
+            MissRecord(
+                candidate="topk",
+                where=user_line(node),
+                formulation="none",
+                steps_passed=0,
+                steps_total=1,
+                step="anchor",
+                reason="no matmul with expert weights was found that these ids select",
+                node=node.format_node() or node.name,
+                at=user_line(node),
+            )
+        )

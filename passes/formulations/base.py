@@ -1,0 +1,154 @@
+"""A formulation: an ordered list of steps that bind roles, from an anchor to a Match.
+
+Each step takes the bindings so far, adds its own, and raises `Miss(reason, node, hint)` when what it expects is not
+there. There is no other way to fail: the runner records how far each attempt came, and the report shows the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler.moe_ir import ExpertsSpec, Match, Miss
+from moe_compiler.passes.formulations.activation import Activation
+from moe_compiler.passes.formulations.walk import require, same_size, shape_of, strip_views, strip_views_casts
+
+__all__ = ["Attempt", "Bindings", "Example", "Formulation", "attempt"]
+
+
+@dataclass
+class Bindings:
+    """The roles bound so far for one anchor. Attributes are set by the steps; reading an unbound one is a bug."""
+
+    graph: Graph
+    anchor: Node
+    roles: dict[str, Any] = field(default_factory=dict)
+
+    def bind(self, **roles: Any) -> None:
+        """Bind roles."""
+        self.roles.update(roles)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["roles"][name]
+        except KeyError:
+            raise AttributeError(f"role {name!r} is not bound yet") from None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A module written in one formulation, small enough for a unit test.
+
+    inputs(tokens) makes the arguments for that many tokens; blocks says how many matches a compile must find.
+    """
+
+    module: torch.nn.Module
+    inputs: Callable[[int], tuple[torch.Tensor, ...]]
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """One spelling of a MoE block.
+
+    anchors(graph) lists the nodes that may start a block; steps run in order; `finish` makes the Match.
+    example(dtype, experts, top_k, hidden, intermediate) builds a module written this way.
+    """
+
+    name: str
+    summary: str
+    anchors: Callable[[Graph], list[Node]]
+    steps: tuple[Callable[[Bindings], None], ...]
+    finish: Callable[[Bindings], Match]
+    example: Callable[..., Example]
+
+
+@dataclass
+class Attempt:
+    """What became of one formulation at one anchor: a match, or the step that failed and why."""
+
+    formulation: Formulation
+    anchor: Node
+    passed: int
+    match: Match | None = None
+    step: str = ""
+    miss: Miss | None = None
+
+
+def attempt(formulation: Formulation, graph: Graph, anchor: Node) -> Attempt:
+    """Run the steps of a formulation at an anchor."""
+    bindings = Bindings(graph, anchor)
+    for passed, step in enumerate(formulation.steps):
+        try:
+            step(bindings)
+        except Miss as miss:
+            return Attempt(formulation, anchor, passed, step=step.__name__.lstrip("_"), miss=miss)
+    try:
+        match = formulation.finish(bindings)
+    except Miss as miss:
+        return Attempt(formulation, anchor, len(formulation.steps), step="finish", miss=miss)
+    return Attempt(formulation, anchor, len(formulation.steps) + 1, match=match)
+
+
+def token_matrix(node: Node, reason: str) -> Node:
+    """The two-dimensional [T, K] node behind a flattened one."""
+    flat = node
+    node = strip_views(flat)
+    if len(shape_of(node)) == 2:
+        return node
+    require(False, reason, flat)
+    raise AssertionError
+
+
+def split_by_activation(activation: Activation, weight_of: Callable[[Node], Node]) -> tuple[tuple[Node, ...], ...]:
+    """(gate, up) weight tuples for an activation whose halves come from matmuls; packed when they share one."""
+    gate = weight_of(activation.gate.source)
+    if activation.up is None or activation.gate.part is not None:
+        return (gate,), ()
+    return (gate,), (weight_of(activation.up.source),)
+
+
+def experts_spec(activation: Activation, matmul: Node, output: Node, weight_at: str = "output") -> ExpertsSpec:
+    """The attribute record: the matmul's own result says in which dtype it computes (autocast included)."""
+    compute = matmul.meta["val"].dtype
+    require(compute.is_floating_point, "the experts do not compute in a floating dtype", matmul)
+    return ExpertsSpec(
+        activation=activation.name,
+        gated=activation.up is not None,
+        weight_at=weight_at,
+        dtype=output.meta["val"].dtype,
+        compute_dtype=compute,
+    )
+
+
+def check_sizes(x: Node, ids: Node, weights: Node | None) -> None:
+    """x [T, H], ids [T, K] and weights [T, K] must agree on T and K for every T."""
+    require(len(shape_of(x)) == 2, "the tokens are not a [T, H] matrix", x)
+    require(same_size(shape_of(x)[0], shape_of(ids)[0]), "ids and tokens differ in their number of rows", ids)
+    if weights is not None:
+        require(
+            all(same_size(a, b) for a, b in zip(shape_of(ids), shape_of(weights), strict=True)),
+            "weights and ids differ in shape",
+            weights,
+        )
+
+
+def trailing_cast(node: Node) -> Node:
+    """Follow the single user of a block's result while it is a floating cast: it belongs to the block."""
+    from moe_compiler.passes.formulations.walk import is_cast
+
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if not is_cast(user):
+            break
+        node = user
+    return node
+
+
+def expert_weight(node: Node, what: str) -> Node:
+    """An expert weight operand behind no-op casts; a Miss when it is computed from something else than a parameter."""
+    return strip_views_casts(node) if node.meta.get("val") is not None else node

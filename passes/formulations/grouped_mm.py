@@ -1,0 +1,292 @@
+"""Sorted rows and a grouped matmul: transformers 5 with `experts_implementation="grouped_mm"`, and its relatives.
+
+    ids -> sort -> perm; x[perm // k]; histc / bincount -> cumsum = offsets
+    grouped_mm(rows, W1, offsets) -> act(gate) * up -> grouped_mm(.., W2, offsets)
+    rows * w[perm]; rows[inverse perm] -> view [T, k, H] -> sum(1)         (or index_add at perm // k)
+
+Both `aten._grouped_mm` and transformers' opaque `grouped_mm_fallback` count as the grouped matmul. The masks that
+transformers writes for expert parallelism (rows of ids >= E become zero) say what `moepdl::experts` says about such
+ids, and are looked through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler.moe_ir import Match, Miss, op_name
+from moe_compiler.passes.formulations import combine
+from moe_compiler.passes.formulations.activation import match_activation
+from moe_compiler.passes.formulations.base import (
+    Bindings,
+    Example,
+    Formulation,
+    check_sizes,
+    experts_spec,
+    split_by_activation,
+    token_matrix,
+    trailing_cast,
+)
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    is_op,
+    require,
+    same_size,
+    shape_of,
+    strip,
+    strip_casts,
+    strip_views,
+    users_through,
+    view_or_cast,
+)
+
+__all__ = ["GROUPED_MM"]
+
+_MASKS = ("masked_fill", "masked_fill_", "where")
+
+
+def _is_grouped(node: object) -> bool:
+    if not isinstance(node, Node) or node.op != "call_function":
+        return False
+    namespace = getattr(node.target, "namespace", "")
+    return (namespace == "aten" and op_name(node) == "_grouped_mm") or (
+        namespace == "transformers" and op_name(node) == "grouped_mm_fallback"
+    )
+
+
+def _offsets_of(node: Node) -> Node | None:
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")  # type: ignore[return-value]
+
+
+def _is_sentinel_mask(node: Node) -> bool:
+    """masked_fill(rows, ids >= E, 0): what our operator does to such rows anyway."""
+    if not is_op(node, "masked_fill", "masked_fill_") or node.args[2] != 0:
+        return False
+    mask = node.args[1]
+    return isinstance(mask, Node) and is_op(strip_views(mask), "ge")
+
+
+def _rows(node: Node) -> Node:
+    return strip(node, lambda n: view_or_cast(n) or _is_sentinel_mask(n))
+
+
+def anchors(graph: Graph) -> list[Node]:
+    """Grouped matmuls whose rows are gathered tokens: the first matmul of a block."""
+    found = []
+    for node in graph.nodes:
+        if _is_grouped(node) and not any(_is_grouped(n) for n in _ancestors(node.args[0], 12)):
+            found.append(node)
+    return found
+
+
+def _ancestors(node: Node, limit: int) -> set[Node]:
+    seen: set[Node] = set()
+    level = {node}
+    for _ in range(limit):
+        seen |= level
+        if any(_is_grouped(n) for n in level):
+            break
+        level = {n for parent in level for n in parent.all_input_nodes if not is_op(parent, "index", "index_select")}
+    return seen
+
+
+def gather(b: Bindings) -> None:
+    rows = _rows(b.anchor.args[0])  # type: ignore[arg-type]
+    require(is_op(rows, "index", "index_select"), f"the rows come from {op_name(rows)}, not from a gather of tokens", rows)
+    if is_op(rows, "index"):
+        indices = rows.args[1]
+        require(len(indices) == 1, "the tokens are gathered by several indices", rows)  # type: ignore[arg-type]
+        token = indices[0]  # type: ignore[index]
+    else:
+        require(arg(rows, "dim") == 0, "the gather is not along the tokens", rows)
+        token = rows.args[2]
+    token = strip_views(token)
+    divided = is_op(token, "floor_divide") or (is_op(token, "div") and arg(token, "rounding_mode") in ("floor", "trunc"))
+    require(divided and isinstance(token.args[1], int), "the token index is not perm // k", token)  # type: ignore[union-attr]
+    b.bind(x=rows.args[0], perm=strip_views(token.args[0]), k=token.args[1], token=token, rows=rows)  # type: ignore[union-attr]
+
+
+def order(b: Bindings) -> None:
+    perm = b.perm
+    if op_name(perm) == "getitem" and perm.args[1] == 1 and is_op(perm.args[0], "sort"):
+        sort = perm.args[0]
+    else:
+        require(is_op(perm, "argsort"), f"the permutation comes from {op_name(perm)}, not from a sort of the ids", perm)
+        sort = perm
+    require(not arg(sort, "descending"), "the ids are sorted in descending order", sort)
+    ids = token_matrix(sort.args[0], "the sorted ids are not [T, k]")
+    require(shape_of(ids)[1] == b.k, f"perm // {b.k}, but {shape_of(ids)[1]} experts a token", ids)
+    b.bind(sort=sort, ids=ids)
+
+
+def offsets(b: Bindings) -> None:
+    offs = _offsets_of(b.anchor)
+    require(offs is not None, "the grouped matmul has no offsets", b.anchor)
+    total = strip_views(offs)  # type: ignore[arg-type]
+    total = total.args[0] if is_op(total, "to", "_to_copy") else total  # type: ignore[assignment]
+    require(is_op(total, "cumsum"), f"the offsets come from {op_name(total)}, not from a cumsum of counts", total)
+    counts = total.args[0]
+    if is_op(counts, "histc"):
+        experts, low, high = arg(counts, "bins"), arg(counts, "min"), arg(counts, "max")
+        require((low, high) == (0, experts - 1), "the histogram does not count ids 0 .. E-1", counts)
+    else:
+        require(is_op(counts, "bincount"), f"the counts come from {op_name(counts)}", counts)
+        experts = arg(counts, "minlength")
+    source = counts.args[0]
+    source = source.args[0] if is_op(source, "to", "_to_copy") else source
+    source = source.args[0] if is_op(source, "clamp", "clamp_") else source
+    known = strip_views(source) is b.ids or (
+        op_name(source) == "getitem" and source.args[1] == 0 and source.args[0] is b.sort
+    )
+    require(known, "the counts are not of the sorted ids", counts)
+    b.bind(offs=offs, experts=experts)
+
+
+def _weight(b: Bindings, matmul: Node, what: str) -> Node:
+    weight = matmul.args[1]
+    shape = shape_of(weight)  # type: ignore[arg-type]
+    require(len(shape) == 3, f"the {what} weights are not packed", matmul)
+    require(shape[0] == b.experts, f"{b.experts} counts but {shape[0]} {what} weights", matmul)
+    require(len(matmul.args) < 4 or matmul.args[3] is None, "the grouped matmul has a bias", matmul)
+    return weight  # type: ignore[return-value]
+
+
+def down(b: Bindings) -> None:
+    candidates = [n for n in b.offs.users if _is_grouped(n) and n is not b.anchor]
+    require(bool(candidates), "no second grouped matmul uses the same offsets", b.anchor)
+    errors: list[Miss] = []
+    for candidate in candidates:
+        try:
+            activation = match_activation(candidate.args[0])
+        except Miss as miss:
+            errors.append(miss)
+            continue
+        halves = [activation.gate] + ([activation.up] if activation.up else [])
+        if all(_is_grouped(half.source) and half.source.args[0] is b.anchor.args[0] for half in halves):
+            b.bind(second=candidate, activation=activation)
+            _weight(b, candidate, "down")
+            return
+    if errors:
+        raise errors[0]
+    raise Miss("the activation does not come from grouped matmuls of the same rows", candidates[0])
+
+
+def _weights_at_pairs(b: Bindings, node: Node) -> Node:
+    """The [T, k] weights behind w[perm] (rows sorted) or behind a plain flattening (rows in pair order)."""
+    require(is_op(node, "index", "index_select", "gather"), f"the routing weights come from {op_name(node)}, not from w[perm]", node)
+    index = node.args[1][0] if is_op(node, "index") else node.args[2]  # type: ignore[index]
+    require(strip_views(index) is b.perm, "the routing weights are gathered by another index than perm", node)
+    return token_matrix(strip_casts(node.args[0]), "the routing weights are not [T, k]")  # type: ignore[arg-type]
+
+
+def weigh(b: Bindings) -> None:
+    step = _next(b.second)
+    if is_op(step, "index"):
+        combine.match_inverse(step.args[1][0], b.perm)  # type: ignore[index]
+        rows = step
+        step = _next(step)
+        weight = combine.match_weigh(step, rows)
+        b.bind(weights=token_matrix(strip_casts(weight), "the routing weights are not [T, k]"), home=True)
+    else:
+        weight = combine.match_weigh(step, _behind(step, b.second))
+        b.bind(weights=_weights_at_pairs(b, weight), home=False)
+    b.bind(weighted=step)
+
+
+def _behind(step: Node, rows: Node) -> Node:
+    """The operand of `step` that is `rows` behind sentinel masks, as `match_weigh` will see it."""
+    from moe_compiler.passes.formulations.walk import strip_views_casts
+
+    for operand in step.args[:2]:
+        if isinstance(operand, Node) and _rows(operand) is rows:
+            return strip_views_casts(operand)
+    return rows
+
+
+def _next(node: Node) -> Node:
+    """The consumer of rows, seen through views, casts and sentinel masks."""
+    users = users_through(node, lambda n: view_or_cast(n) or _is_sentinel_mask(n))
+    require(len(users) == 1, f"the experts' rows are used {len(users)} times instead of once", node)
+    return users[0]
+
+
+def home(b: Bindings) -> None:
+    step = _next(b.weighted)
+    tokens = shape_of(b.ids)[0]
+    if not b.home and is_op(step, "index_add", "index_add_", "scatter_add", "scatter_add_"):
+        require(is_op(step.args[0], "zeros", "zeros_like", "new_zeros"), "the combine adds to something else than zeros", step)
+        require(step.args[1] == 0 and strip_views(step.args[2]) is b.token, "rows are added at another index than perm // k", step)  # type: ignore[arg-type]
+        require(same_size(shape_of(step)[0], tokens), "the combine has another number of rows", step)
+        b.bind(output=trailing_cast(step))
+        return
+    rows = b.weighted
+    if not b.home:
+        require(is_op(step, "index", "index_select"), f"the weighted rows are consumed by {op_name(step)}, not brought back to pair order", step)
+        index = step.args[1][0] if is_op(step, "index") else step.args[2]  # type: ignore[index]
+        combine.match_inverse(index, b.perm)
+        rows, step = step, _next(step)
+    b.bind(output=trailing_cast(combine.match_sum_over_k(step, rows, tokens, b.k)))
+
+
+def finish(b: Bindings) -> Match:
+    check_sizes(b.x, b.ids, b.weights)
+    gate, up = split_by_activation(b.activation, lambda matmul: _weight(b, matmul, "gate and up"))
+    return Match(
+        formulation="grouped_mm",
+        spec=experts_spec(b.activation, b.second, b.output),
+        x_TH=b.x,
+        ids_TK=b.ids,
+        weights_TK=b.weights,
+        gate=gate,
+        up=up,
+        down=(b.second.args[1],),
+        transposed=frozenset({"gate", "up", "down"}),
+        output=b.output,
+        anchor=b.anchor,
+    )
+
+
+class GroupedExperts(torch.nn.Module):
+    """Example: softmax router, packed [E, 2I, H] and [E, H, I] weights, sorted rows and `aten._grouped_mm`."""
+
+    def __init__(self, experts: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.experts = experts
+        self.router = torch.nn.Linear(hidden, experts, bias=False, dtype=dtype)
+        self.gate_up = torch.nn.Parameter(torch.randn(experts, 2 * intermediate, hidden, dtype=dtype) * hidden**-0.5)
+        self.down = torch.nn.Parameter(torch.randn(experts, hidden, intermediate, dtype=dtype) * intermediate**-0.5)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(self.router(x_TH).float(), dim=-1)
+        weights, ids = torch.topk(scores, self.top_k, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x_TH.dtype)
+        sorted_ids, perm = torch.sort(ids.reshape(-1))
+        rows = x_TH[perm // self.top_k]
+        counts = torch.histc(sorted_ids.float() if x_TH.device.type == "cpu" else sorted_ids.int(), bins=self.experts, min=0, max=self.experts - 1)
+        offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+        gate, up = _grouped(rows, self.gate_up.transpose(-2, -1), offsets).chunk(2, dim=-1)
+        rows = _grouped(torch.nn.functional.silu(gate) * up, self.down.transpose(-2, -1), offsets)
+        rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.numel(), device=perm.device)
+        return rows[inverse].view(x_TH.shape[0], self.top_k, -1).sum(1).to(x_TH.dtype)
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return torch._grouped_mm(rows, weight, offs=offsets)
+
+
+def example(dtype: torch.dtype = torch.bfloat16, experts: int = 8, top_k: int = 2, hidden: int = 32, intermediate: int = 16) -> Example:
+    module = GroupedExperts(experts, top_k, hidden, intermediate, dtype)
+    return Example(module, lambda tokens: (torch.randn(tokens, hidden, dtype=dtype),))
+
+
+GROUPED_MM = Formulation(
+    name="grouped_mm",
+    summary="rows sorted by expert, grouped matmuls, inverse permutation and sum (transformers 5 grouped_mm)",
+    anchors=anchors,
+    steps=(gather, order, offsets, down, weigh, home),
+    finish=finish,
+    example=example,
+)

@@ -1,0 +1,168 @@
+"""Walking a captured graph: what a matcher may look through, and how it asks for an operator and its arguments.
+
+Everything here answers about one node or one short path and never changes the graph. A matcher that needs a fact
+calls `require`, which raises Miss with the reader's sentence when the fact does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moe_compiler.moe_ir import Miss, op_name, size_expr
+
+__all__ = [
+    "arg",
+    "dtype_of",
+    "is_cast",
+    "is_op",
+    "live_users",
+    "only_user",
+    "producer",
+    "require",
+    "same_size",
+    "shape_of",
+    "strip",
+    "strip_casts",
+    "strip_views",
+    "strip_views_casts",
+    "users_through",
+]
+
+_aten = torch.ops.aten
+
+# Operators that keep the row-major order of the elements.
+VIEWS = frozenset(
+    {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "clone", "alias"}
+)
+CASTS = frozenset({"to", "_to_copy", "type_as"})
+
+
+def require(holds: object, reason: str, node: Node | None = None, hint: str = "") -> None:
+    """Raise Miss unless `holds`."""
+    if not holds:
+        raise Miss(reason, node, hint)
+
+
+def is_op(node: object, *names: str) -> bool:
+    """Is this a call of an ATen operator (any overload) with one of these names?"""
+    return (
+        isinstance(node, Node)
+        and node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "aten"
+        and op_name(node) in names
+    )
+
+
+def arg(node: Node, name: str) -> Any:
+    """An argument by its schema name, whether it was given by position, by keyword, or left at its default."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        if argument.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return argument.default_value if argument.has_default_value() else None
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
+def shape_of(node: Node) -> tuple[sympy.Expr, ...]:
+    """The sizes of a node's tensor as sympy expressions; () when it is not a tensor."""
+    value = node.meta.get("val")
+    return tuple(size_expr(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    """The dtype of a node's tensor; raises Miss when it has none."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise Miss("is not a tensor", node)
+    return value.dtype
+
+
+def same_size(a: sympy.Expr, b: sympy.Expr) -> bool:
+    """Are two sizes equal for every value of their symbols?"""
+    return sympy.expand(a - b) == 0
+
+
+def is_cast(node: Node) -> bool:
+    """A conversion between floating dtypes on one device."""
+    if not is_op(node, *CASTS) or not isinstance(node.args[0], Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    return (
+        isinstance(before, torch.Tensor)
+        and isinstance(after, torch.Tensor)
+        and before.device == after.device
+        and before.dtype.is_floating_point
+        and after.dtype.is_floating_point
+    )
+
+
+def _is_view(node: Node) -> bool:
+    return is_op(node, *VIEWS)
+
+
+def strip(node: Node, through: Callable[[Node], bool]) -> Node:
+    """Walk towards the producer as long as `through` holds."""
+    while through(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def strip_views(node: Node) -> Node:
+    """The node behind views that keep the order of the elements."""
+    return strip(node, _is_view)
+
+
+def strip_casts(node: Node) -> Node:
+    """The node behind floating casts."""
+    return strip(node, is_cast)
+
+
+def strip_views_casts(node: Node) -> Node:
+    """The node behind views and floating casts."""
+    return strip(node, lambda n: _is_view(n) or is_cast(n))
+
+
+def producer(node: object, reason: str) -> Node:
+    """`node` itself when it is a graph node, else a Miss."""
+    if not isinstance(node, Node):
+        raise Miss(reason)
+    return node
+
+
+def live_users(node: Node) -> list[Node]:
+    """The users of a node that lead somewhere: dead code left by an earlier rewrite does not count."""
+    return [user for user in node.users if user.users or user.op == "output" or user.is_impure()]
+
+
+def only_user(node: Node, what: str) -> Node:
+    """The single user of a node; Miss names `what` when it has none or several."""
+    users = live_users(node)
+    if len(users) != 1:
+        raise Miss(f"{what} has {len(users)} users where one was expected", node)
+    return users[0]
+
+
+def users_through(node: Node, through: Callable[[Node], bool]) -> list[Node]:
+    """All users of a node, seeing through nodes for which `through` holds; in graph order."""
+    found: dict[Node, None] = {}
+    pending = list(node.users)
+    while pending:
+        user = pending.pop(0)
+        if through(user):
+            pending.extend(user.users)
+        else:
+            found.setdefault(user)
+    return list(found)
+
+
+def view_or_cast(node: Node) -> bool:
+    """Views that keep the order of the elements, and floating casts."""
+    return _is_view(node) or is_cast(node)

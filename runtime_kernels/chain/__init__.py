@@ -1,0 +1,1 @@
+"""A chain of kernel launches as one operator that carries its whole program."""

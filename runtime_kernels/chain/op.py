@@ -1,0 +1,57 @@
+"""The operator moepdl::chain(Tensor[] tensors, str program) -> Tensor[]: a whole planned chain as one call.
+
+The program travels as text in the operator's argument, see `program`. Outputs are fresh tensors, never inputs or
+aliases of them. On the CPU the references of the kernels run; on CUDA the kernels are launched, see `launcher`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_compiler.runtime_kernels.chain.launcher import run as _cuda
+from moe_compiler.runtime_kernels.chain.prepared import PreparedBuffer, PreparedLaunch, Value, flatten, prepare
+from moe_compiler.runtime_kernels.chain.program import ProgramError
+from moe_compiler.runtime_kernels.library import define
+
+
+def _fake(tensors: list[Tensor], program: str) -> list[Tensor]:
+    prepared = prepare(program)
+    values, sizes = prepared.bind(tensors)
+    outputs = prepared.any_variant().outputs
+    return flatten([buffer.allocate(sizes, values, tensors[0].device) for buffer in outputs])
+
+
+def _cpu(tensors: list[Tensor], program: str) -> list[Tensor]:
+    prepared = prepare(program)
+    values, sizes = prepared.bind(tensors)
+    for launch in prepared.variant(sizes).launches:
+        ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
+        results = launch.kernel.reference(**ins, **launch.attrs)
+        results = results if isinstance(results, tuple) else (results,)
+        named = dict(zip(launch.kernel.traits.writes, results, strict=True))
+        for parameter, buffer in launch.outs:
+            value = named[parameter]
+            _check_result(prepared.name, launch, parameter, buffer, value, sizes)
+            values[buffer.name] = value
+        for name in launch.dead:
+            del values[name]
+    return flatten([values[name] for name in prepared.outputs])
+
+
+def _check_result(
+    program: str, launch: PreparedLaunch, parameter: str, buffer: PreparedBuffer, value: Value, sizes: list[Any]
+) -> None:
+    """A buffer that is declared with a wrong shape would be memory written out of bounds on a device."""
+    if buffer.shape is None or not isinstance(value, Tensor):
+        return
+    shape = buffer.shape(sizes)
+    if tuple(value.shape) != shape or value.dtype != buffer.dtype:
+        raise ProgramError(
+            f"chain program {program!r}: {launch.kernel.name} gives {parameter!r} as {tuple(value.shape)} "
+            f"{value.dtype}, but buffer {buffer.name!r} is declared {shape} {buffer.dtype}"
+        )
+
+
+define("chain(Tensor[] tensors, str program) -> Tensor[]", fake=_fake, cpu=_cpu, cuda=_cuda)

@@ -1,0 +1,149 @@
+"""A chain program made ready to run: names resolved to slots, shapes compiled, the last use of each buffer known.
+
+Prepared once a text and shared by the fake, the CPU and the CUDA implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, ProgramError, Variant, dtype_named
+from moe_compiler.runtime_kernels.chain.shapes import compile_shape
+from moe_compiler.runtime_kernels.registry import Kernel, kernel
+
+Value = Tensor | list[Tensor]
+
+
+@dataclass(frozen=True)
+class PreparedBuffer:
+    """How to allocate a buffer: a shape function and a dtype, or the input that it is like."""
+
+    name: str
+    shape: Callable[[Sequence[Any]], tuple[Any, ...]] | None
+    dtype: torch.dtype | None
+    like: str | None
+
+    def allocate(self, sizes: Sequence[Any], values: dict[str, Value], device: torch.device) -> Value:
+        """An uninitialised buffer; `sizes` are the symbols' values."""
+        if self.shape is not None:
+            return torch.empty(self.shape(sizes), dtype=self.dtype, device=device)
+        source = values[self.like or ""]
+        return torch.empty_like(source) if isinstance(source, Tensor) else [torch.empty_like(t) for t in source]
+
+
+@dataclass(frozen=True)
+class PreparedLaunch:
+    """A launch with its kernel, its attributes as Python values and the buffers that nothing reads after it."""
+
+    kernel: Kernel
+    ins: tuple[tuple[str, str | None], ...]
+    outs: tuple[tuple[str, PreparedBuffer], ...]
+    attrs: dict[str, Any]
+    pdl: bool
+    dead: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PreparedVariant:
+    """The launches of one range of T, and the buffers that are the outputs."""
+
+    name: str
+    launches: tuple[PreparedLaunch, ...]
+    outputs: tuple[PreparedBuffer, ...]
+
+
+class PreparedProgram:
+    """A checked program with its variants, ready to bind to tensors."""
+
+    def __init__(self, program: Program) -> None:
+        self.name = program.name
+        self.outputs = program.outputs
+        self._slots: list[tuple[str, int, int | None]] = []
+        position = 0
+        for name, count in program.inputs:
+            self._slots.append((name, position, count))
+            position += 1 if count is None else count
+        self._count = position
+        starts = {name: start for name, start, _ in self._slots}
+        symbols = tuple(sorted(program.symbols))
+        self._symbols = [(starts[program.symbols[s][0]], program.symbols[s][1]) for s in symbols]
+        self._tokens = symbols.index("T") if "T" in symbols else None
+        self._limits = [(v.max_tokens, _variant(v, program, symbols)) for v in program.variants]
+
+    def bind(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Value], list[Any]]:
+        """Inputs by name, and the symbols' values. Raises ProgramError when the number of tensors is wrong."""
+        if len(tensors) != self._count:
+            raise ProgramError(f"chain program {self.name!r} takes {self._count} tensors, got {len(tensors)}")
+        values: dict[str, Value] = {
+            name: tensors[start] if count is None else list(tensors[start : start + count])
+            for name, start, count in self._slots
+        }
+        return values, [tensors[index].shape[dim] for index, dim in self._symbols]
+
+    def tokens(self, sizes: Sequence[Any]) -> int | None:
+        """T, or None for a program that has no symbol T."""
+        return None if self._tokens is None else sizes[self._tokens]
+
+    def variant(self, sizes: Sequence[int]) -> PreparedVariant:
+        """The variant for the symbols' values."""
+        if self._tokens is not None:
+            tokens = sizes[self._tokens]
+            for limit, variant in self._limits:
+                if limit is None or tokens <= limit:
+                    return variant
+        return self._limits[-1][1]
+
+    def any_variant(self) -> PreparedVariant:
+        """Some variant: all agree on the outputs, so a fake implementation needs no choice, hence no guard on T."""
+        return self._limits[-1][1]
+
+
+def _variant(variant: Variant, program: Program, symbols: tuple[str, ...]) -> PreparedVariant:
+    buffers = {name: _buffer(name, buffer, symbols) for name, buffer in variant.buffers.items()}
+    last: dict[str, int] = {}
+    for index, launch in enumerate(variant.launches):
+        for name in (*launch.ins.values(), *launch.outs.values()):
+            if name in buffers and name not in program.outputs:
+                last[name] = index
+    launches = []
+    for index, launch in enumerate(variant.launches):
+        dead = tuple(sorted(name for name, end in last.items() if end == index))
+        launches.append(_launch(launch, buffers, dead))
+    return PreparedVariant(variant.name, tuple(launches), tuple(buffers[name] for name in program.outputs))
+
+
+def _buffer(name: str, buffer: Buffer, symbols: tuple[str, ...]) -> PreparedBuffer:
+    if buffer.shape is None:
+        return PreparedBuffer(name, None, None, buffer.like)
+    return PreparedBuffer(name, compile_shape(buffer.shape, symbols), dtype_named(buffer.dtype), None)
+
+
+def _launch(launch: Launch, buffers: dict[str, PreparedBuffer], dead: tuple[str, ...]) -> PreparedLaunch:
+    entry = kernel(launch.kernel)
+    attrs = {key: dtype_named(value) if key.endswith("dtype") else value for key, value in launch.attrs.items()}
+    ins = tuple((name, launch.ins.get(name)) for name in entry.traits.reads)
+    outs = tuple((name, buffers[launch.outs[name]]) for name in entry.traits.writes if name in launch.outs)
+    return PreparedLaunch(entry, ins, outs, attrs, launch.pdl, dead)
+
+
+@lru_cache(maxsize=1024)
+def prepare(text: str) -> PreparedProgram:
+    """The prepared program of a text, cached. Raises ProgramError for a faulty program."""
+    return PreparedProgram(Program.from_text(text))
+
+
+def flatten(values: Sequence[Value]) -> list[Tensor]:
+    """Outputs in order, lists expanded."""
+    flat: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            flat.append(value)
+        else:
+            flat.extend(value)
+    return flat

@@ -1,0 +1,1 @@
+"""Weighted sum over the experts of a token."""

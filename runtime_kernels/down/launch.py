@@ -1,0 +1,149 @@
+"""Launches of the second expert matmul: `down` over sorted rows, `down_few` per token with the sum over its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_compiler.runtime_kernels.down.few_kernel import down_few_kernel
+from moe_compiler.runtime_kernels.down.kernel import scatter_product_kernel
+from moe_compiler.runtime_kernels.launching import (
+    Matrix,
+    Tile,
+    box,
+    capability,
+    matrix,
+    power_of_two,
+    precision,
+    slots,
+    start,
+)
+
+
+def choose_tile(dtype: torch.dtype, mean_rows: int, device: int) -> Tile:
+    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
+    if dtype is torch.float32:
+        return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
+    fast = capability(device) >= 90
+    if mean_rows <= 16:
+        return Tile(16, 64, 128, warps=4, stages=4)
+    if mean_rows <= 48:
+        return Tile(32, 128, 128, warps=4, stages=3)
+    if mean_rows <= 96:
+        return Tile(64, 128, 64, warps=4, stages=3, group=4)
+    if fast:
+        return Tile(128, 128, 64, warps=8, stages=3, group=8, tma=True)
+    return Tile(128, 128, 64, warps=8, stages=3, group=8)
+
+
+def scatter_product(
+    pairs: Tensor,
+    left: Tensor,
+    perm: Tensor,
+    starts: Tensor,
+    parts: Sequence[tuple[Sequence[Tensor], Matrix]],
+    inner: bool,
+    tile: Tile,
+    pdl: bool,
+) -> None:
+    """pairs[perm[r]] = sum over the parts of left[r, part] @ matrix_e, in which left's columns run over `in` or `out`.
+
+    pairs [S,N], left [S, parts * K]; the matrices are [N, K] when `inner` (columns of left run over in), else [K, N].
+    """
+    rows, columns = pairs.shape
+    experts = starts.shape[0] - 1
+    depth = left.shape[1] // len(parts)
+    boxes: list[Any] = []
+    box_rows = 0
+    if tile.tma and depth % tile.depth == 0:
+        for tensors, what in parts:
+            transposed = what.inner != 1
+            stored_rows_run_over_k = inner == transposed
+            box_rows = depth if stored_rows_run_over_k else columns
+            block = (tile.depth, tile.cols) if stored_rows_run_over_k else (tile.cols, tile.depth)
+            boxes.append(box(tensors, what, box_rows, transposed, block))
+        if None in boxes:
+            boxes, box_rows = [], 0
+    first, second = parts[0][1], parts[-1][1]
+    strides = [(m.inner, m.out) if inner else (m.out, m.inner) for m in (first, second)]
+    operands = boxes or [what.operand for _, what in parts]
+    tiles = slots(rows, experts, tile.rows)
+    constants = dict(
+        E=experts,
+        E_POW2=power_of_two(experts, 16),
+        K=depth,
+        N=columns,
+        PARTS=len(parts),
+        FIRST_E=first.stride,
+        SECOND_E=second.stride,
+        FIRST_K=strides[0][0],
+        FIRST_N=strides[0][1],
+        SECOND_K=strides[1][0],
+        SECOND_N=strides[1][1],
+        TABLE=first.table,
+        ALIGNED=first.aligned and second.aligned,
+        WIDE=first.wide or second.wide,
+        BOX=box_rows,
+        PRECISION=precision(pairs.dtype),
+        BM=tile.rows,
+        BN=tile.cols,
+        BK=tile.depth,
+        GROUP=tile.group,
+        SWAP=tile.swap,
+    )
+    start(
+        scatter_product_kernel,
+        tiles * -(-columns // tile.cols),
+        (left, perm, starts, operands[0], operands[-1], pairs),
+        (rows, tiles),
+        constants,
+        pdl=pdl,
+        warps=tile.warps,
+        stages=tile.stages,
+    )
+
+
+def down(
+    outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
+) -> None:
+    """pairs [S,H] in pair order from act [S,I] in sorted row order, perm, starts, down; rows of no expert are zero."""
+    pairs, starts = outs["pairs"], ins["starts"]
+    tile = tile or choose_tile(pairs.dtype, -(-pairs.shape[0] // (starts.shape[0] - 1)), pairs.device.index)
+    parts = [(ins["down"], matrix(ins["down"], "down"))]
+    scatter_product(pairs, ins["act"], ins["perm"], starts, parts, True, tile, pdl)
+
+
+def down_few(
+    outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
+) -> None:
+    """y [T,H] from act [S,I] in pair order, ids [T,k], weights [T,k] or None, down. For few tokens.
+
+    In the tile, cols counts columns of H, depth the part of I that a program takes at once.
+    """
+    y, act, ids, weights = outs["y"], ins["act"], ins["ids"], ins["weights"]
+    down = matrix(ins["down"], "down")
+    tokens, hidden = y.shape
+    size = act.shape[1]
+    tile = tile or Tile(1, 8, min(256, power_of_two(size)), warps=4)
+    constants = dict(
+        ID_T=ids.stride(0),
+        ID_K=ids.stride(1),
+        K=ids.shape[1],
+        E=len(ins["down"]) if down.table else ins["down"][0].shape[0],
+        H=hidden,
+        INTER=size,
+        DOWN_E=down.stride,
+        DOWN_H=down.out,
+        DOWN_I=down.inner,
+        TABLE=down.table,
+        ALIGNED=down.aligned,
+        WIDE=down.wide,
+        BN=tile.cols,
+        BK=tile.depth,
+        AHEAD=tile.stages if tile.stages > 1 else 0,
+    )
+    operands = (act, ids, None if weights is None else weights.contiguous(), down.operand, y)
+    start(down_few_kernel, tokens * -(-hidden // tile.cols), operands, (), constants, pdl=pdl, warps=tile.warps, stages=1)

@@ -1,0 +1,1 @@
+"""All experts of a block: differentiable operator, CPU loop, composition of stages."""

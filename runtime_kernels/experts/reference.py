@@ -1,0 +1,203 @@
+"""All experts of a block in one loop over the experts, in plain torch: the CPU plan, and the oracle of `experts`.
+
+    y[t] = sum_j w[t,j] * down_e( f(gate_e(x_t)) * up_e(x_t) ),   e = ids[t,j]
+An expert's rows are gathered, pushed through both matmuls and added to the result before the next expert is touched,
+so they stay in cache; only the pre-activation is kept, and only for a backward. Sums run in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_compiler.runtime_kernels.activations import activate, activate_backward, activate_parts, wide
+from moe_compiler.runtime_kernels.gate_up.reference import matmul_gate_up
+from moe_compiler.runtime_kernels.grad_pairs.reference import matmul_grad_rows
+from moe_compiler.runtime_kernels.matmul import matmul
+from moe_compiler.runtime_kernels.order.reference import expert_rows
+from moe_compiler.runtime_kernels.weights import ExpertWeights, preact_size
+
+WEIGHT_AT = ("output", "input")
+
+
+class _Rows:
+    """Which token and which routing weight belong to each row, and the rows of x themselves."""
+
+    def __init__(self, x: Tensor, weights: Tensor, perm: Tensor, weight_at: str) -> None:
+        self.tokens = torch.div(perm, weights.shape[1], rounding_mode="floor")
+        self.scale = weights.reshape(-1).index_select(0, perm).to(wide(x.dtype)).unsqueeze(1)
+        self.x = x
+        self.weight_at_input = weight_at == "input"
+
+    def inputs(self, begin: int, end: int) -> Tensor:
+        """What the first matmul sees."""
+        rows = self.x.index_select(0, self.tokens[begin:end])
+        if self.weight_at_input:
+            rows = (rows.to(self.scale.dtype) * self.scale[begin:end]).to(self.x.dtype)
+        return rows
+
+
+def _forward(
+    x: Tensor,
+    weights: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    perm: Tensor,
+    starts: Tensor,
+    activation: str,
+    gated: bool,
+    weight_at: str,
+    dtype: torch.dtype,
+    preact: Tensor | None,
+) -> Tensor:
+    gates, ups = ExpertWeights(gate, "gate"), ExpertWeights(up, "up") if up else None
+    downs = ExpertWeights(down, "down")
+    rows = _Rows(x, weights, perm, weight_at)
+    y = x.new_zeros((x.shape[0], downs.out), dtype=wide(x.dtype))
+    for expert, begin, end in expert_rows(starts):
+        inputs = rows.inputs(begin, end)
+        if preact is not None:
+            matmul_gate_up(inputs, gates, ups, expert, preact[begin:end])
+            act = activate(preact[begin:end], activation, gated)
+        elif ups is not None:
+            hidden = matmul(inputs, gates.matrix(expert).t())
+            act = activate_parts(hidden, matmul(inputs, ups.matrix(expert).t()), activation)
+        else:
+            act = activate(matmul(inputs, gates.matrix(expert).t()), activation, gated)
+        out = matmul(act, downs.matrix(expert).t()).to(y.dtype)
+        if not rows.weight_at_input:
+            out.mul_(rows.scale[begin:end])
+        y.index_add_(0, rows.tokens[begin:end], out)
+    return y.to(dtype)
+
+
+def experts_loop(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    perm: Tensor,
+    starts: Tensor,
+    activation: str,
+    gated: bool,
+    weight_at: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """x [T,H], ids [T,K] (already in perm and starts, not read), weights [T,K] -> y [T,H] in dtype."""
+    return _forward(x, weights, gate, up, down, perm, starts, activation, gated, weight_at, dtype, None)
+
+
+def experts_loop_saving(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    perm: Tensor,
+    starts: Tensor,
+    activation: str,
+    gated: bool,
+    weight_at: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """As experts_loop -> y [T,H], preact [S,N] in sorted row order; rows of ids out of range are zero."""
+    preact = x.new_empty((perm.shape[0], preact_size(gate, up)))
+    y = _forward(x, weights, gate, up, down, perm, starts, activation, gated, weight_at, dtype, preact)
+    preact[int(starts[-1]) :].zero_()
+    return y, preact
+
+
+def experts_loop_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    ids: Tensor | None,
+    weights: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    preact: Tensor,
+    perm: Tensor,
+    starts: Tensor,
+    activation: str,
+    gated: bool,
+    weight_at: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """-> grad_x [T,H], grad_weights [T,K], lists like gate, up and down; `needs` says which, in that order.
+
+    What is not needed is an empty tensor or an empty list. Each result has the dtype of what it is the gradient of.
+    """
+    need_x, need_weights, need_gate, need_up, need_down = needs
+    compute = wide(x.dtype)
+    gates, ups = ExpertWeights(gate, "gate"), ExpertWeights(up, "up") if up else None
+    downs = ExpertWeights(down, "down")
+    rows = _Rows(x, weights, perm, weight_at)
+    pairs = perm.to(torch.int64)
+    grad_y = grad_y.to(x.dtype)
+
+    x_sum = x.new_zeros(x.shape, dtype=compute) if need_x else None
+    pair_sum = x.new_zeros(perm.shape[0], dtype=compute) if need_weights else None
+    grad_gate, grad_gates = _like(gate, need_gate)
+    grad_up, grad_ups = _like(up, need_up)
+    grad_down, grad_downs = _like(down, need_down)
+    need_rows = need_x or (need_weights and rows.weight_at_input)
+    need_preact = need_rows or need_gate or need_up
+
+    used = set()
+    for expert, begin, end in expert_rows(starts):
+        used.add(expert)
+        scale = rows.scale[begin:end]
+        grad_out = grad_y.index_select(0, rows.tokens[begin:end])
+        grad_act = matmul(grad_out, downs.matrix(expert)).to(compute)
+        scaled = grad_act if rows.weight_at_input else grad_act * scale
+        grad_hidden, act = activate_backward(preact[begin:end], scaled, activation, gated)
+        if not rows.weight_at_input:
+            if pair_sum is not None:
+                pair_sum[pairs[begin:end]] = (act * grad_act).sum(1)
+            act.mul_(scale)
+        if grad_downs:
+            matmul(grad_out.t(), act.to(x.dtype), out=grad_downs[expert])
+        if not need_preact:
+            continue
+        if grad_gates or grad_ups:
+            inputs = rows.inputs(begin, end)
+            if grad_gates:
+                matmul(grad_hidden[:, : gates.out].t(), inputs, out=grad_gates[expert])
+            if grad_ups:
+                matmul(grad_hidden[:, gates.out :].t(), inputs, out=grad_ups[expert])
+        if need_rows:
+            grad_rows = x.new_empty((end - begin, x.shape[1]))
+            matmul_grad_rows(grad_hidden, gates, ups, expert, grad_rows)
+            grad_rows = grad_rows.to(compute)
+            if rows.weight_at_input:
+                if pair_sum is not None:
+                    source = x.index_select(0, rows.tokens[begin:end])
+                    pair_sum[pairs[begin:end]] = (source * grad_rows).sum(1)
+                grad_rows = grad_rows * scale
+            if x_sum is not None:
+                x_sum.index_add_(0, rows.tokens[begin:end], grad_rows)
+    for matrices in (grad_gates, grad_ups, grad_downs):
+        for expert, matrix in enumerate(matrices):
+            if expert not in used:
+                matrix.zero_()
+    return (
+        x.new_empty(0) if x_sum is None else x_sum.to(x.dtype),
+        weights.new_empty(0) if pair_sum is None else pair_sum.view(weights.shape).to(weights.dtype),
+        grad_gate,
+        grad_up,
+        grad_down,
+    )
+
+
+def _like(weights: Sequence[Tensor], needed: bool) -> tuple[list[Tensor], Sequence[Tensor]]:
+    """Uninitialised gradients of one projection and their matrices, one an expert; both empty when not needed."""
+    if not needed or not weights:
+        return [], []
+    grads = [torch.empty_like(tensor) for tensor in weights]
+    return grads, ExpertWeights(grads).matrices()

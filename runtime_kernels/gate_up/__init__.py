@@ -1,0 +1,1 @@
+"""First expert matmuls and the activation."""

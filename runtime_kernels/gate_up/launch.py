@@ -1,0 +1,164 @@
+"""Launches of the first expert matmuls: `gate_up` over sorted rows, `gate_up_few` over pairs without a sort."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_compiler.runtime_kernels.gate_up.few_kernel import gate_up_few_kernel
+from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_kernel
+from moe_compiler.runtime_kernels.launching import (
+    Matrix,
+    Tile,
+    box,
+    capability,
+    matrix,
+    power_of_two,
+    precision,
+    row_major,
+    slots,
+    start,
+)
+
+
+def choose_tile(dtype: torch.dtype, mean_rows: int, device: int) -> Tile:
+    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py (cols counts gate alone)."""
+    if dtype is torch.float32:
+        return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
+    fast = capability(device) >= 90
+    if mean_rows <= 16:
+        return Tile(16, 64, 128, warps=4, stages=3)
+    if mean_rows <= 48:
+        return Tile(32, 64, 128, warps=4, stages=3)
+    if mean_rows <= 96:
+        return Tile(64, 128, 64, warps=4, stages=3, group=4)
+    if fast:
+        return Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True)
+    return Tile(128, 64, 64, warps=8, stages=3, group=8)
+
+
+def split_up(gate: list[Any], up: list[Any], gated: bool) -> tuple[Matrix, Matrix, int]:
+    """gate and up as kernels take them, and the rows from gate to up where both are one matrix (else 0)."""
+    first = matrix(gate, "gate")
+    if not gated:
+        return first, first, 0
+    if up:
+        second = matrix(up, "up")
+        if second.table != first.table:
+            raise ValueError("gate and up must both be packed or both be one tensor an expert")
+        return first, second, 0
+    return first, first, gate[0].shape[-2] // 2
+
+
+def gate_up(
+    outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
+) -> None:
+    """act [S,I] and, where given, preact [S,N], both in sorted row order, from x [T,H], perm, starts, gate, up."""
+    act, preact = outs["act"], outs.get("preact")
+    if preact is not None and not preact.shape[0]:
+        preact = None
+    x, gate_list, up_list, gated = row_major(ins["x"]), ins["gate"], ins["up"], attrs["gated"]
+    gate, up, shift = split_up(gate_list, up_list, gated)
+    pairs, size = act.shape
+    experts, k = ins["starts"].shape[0] - 1, attrs["k"]
+    tile = tile or choose_tile(act.dtype, -(-pairs // experts), act.device.index)
+    hidden = x.shape[1]
+    boxes: tuple[Any, Any] = (None, None)
+    box_rows = 0
+    if tile.tma and hidden % tile.depth == 0 and act.dtype is not torch.float32:
+        transposed = gate.inner != 1
+        block = (tile.depth, tile.cols) if transposed else (tile.cols, tile.depth)
+        box_rows = hidden if transposed else gate_list[0].shape[-2]
+        boxes = (
+            box(gate_list, gate, box_rows, transposed, block),
+            box(up_list, up, box_rows, transposed, block) if up_list else None,
+        )
+        if boxes[1] is None and not up_list:
+            boxes = (boxes[0], boxes[0])
+        if None in boxes:
+            boxes, box_rows = (None, None), 0
+    weights = ins["weights"]
+    tiles = slots(pairs, experts, tile.rows)
+    constants = dict(
+        X_ROW=x.stride(0),
+        K=k,
+        E=experts,
+        E_POW2=power_of_two(experts, 16),
+        H=hidden,
+        INTER=size,
+        GATE_E=gate.stride,
+        UP_E=up.stride,
+        GATE_I=gate.out,
+        GATE_H=gate.inner,
+        UP_I=up.out,
+        UP_H=up.inner,
+        UP_SHIFT=shift,
+        TABLE=gate.table,
+        ALIGNED=gate.aligned and up.aligned,
+        WIDE=gate.wide or up.wide,
+        BOX=box_rows,
+        GATED=gated,
+        ACTIVATION=attrs["activation"],
+        PRECISION=precision(act.dtype),
+        BM=tile.rows,
+        BN=tile.cols,
+        BK=tile.depth,
+        GROUP=tile.group,
+        SWAP=tile.swap,
+    )
+    operands = (
+        x,
+        None if weights is None else weights.contiguous(),
+        ins["perm"],
+        ins["starts"],
+        boxes[0] or gate.operand,
+        boxes[1] or up.operand,
+        act,
+        preact,
+    )
+    programs = tiles * -(-size // tile.cols)
+    start(gate_up_kernel, programs, operands, (pairs, tiles), constants, pdl=pdl, warps=tile.warps, stages=tile.stages)
+
+
+def gate_up_few(
+    outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
+) -> None:
+    """act [S,I] in pair order from x [T,H], ids [T,k], gate, up; rows of ids out of range are zero. For few tokens.
+
+    In the tile, cols counts rows of gate, depth the part of H that a program takes at once.
+    """
+    act = outs["act"]
+    x, ids, weights = row_major(ins["x"]), ins["ids"], ins["weights"]
+    gated = attrs["gated"]
+    gate, up, shift = split_up(ins["gate"], ins["up"], gated)
+    pairs, size = act.shape
+    hidden = x.shape[1]
+    tile = tile or Tile(1, 8, min(512, power_of_two(hidden)), warps=4)
+    constants = dict(
+        X_ROW=x.stride(0),
+        ID_T=ids.stride(0),
+        ID_K=ids.stride(1),
+        K=ids.shape[1],
+        E=len(ins["gate"]) if gate.table else ins["gate"][0].shape[0],
+        H=hidden,
+        INTER=size,
+        GATE_E=gate.stride,
+        UP_E=up.stride,
+        GATE_I=gate.out,
+        GATE_H=gate.inner,
+        UP_I=up.out,
+        UP_H=up.inner,
+        UP_SHIFT=shift,
+        TABLE=gate.table,
+        ALIGNED=gate.aligned and up.aligned,
+        WIDE=gate.wide or up.wide,
+        GATED=gated,
+        ACTIVATION=attrs["activation"],
+        BN=tile.cols,
+        BK=tile.depth,
+        AHEAD=tile.stages if tile.stages > 1 else 0,
+    )
+    operands = (x, None if weights is None else weights.contiguous(), ids, gate.operand, up.operand, act)
+    programs = pairs * -(-size // tile.cols)
+    start(gate_up_few_kernel, programs, operands, (), constants, pdl=pdl, warps=tile.warps, stages=1)

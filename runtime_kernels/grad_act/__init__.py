@@ -1,0 +1,1 @@
+"""Gradient through the down projection and the activation."""

@@ -1,0 +1,1 @@
+"""Gradient of routing weights on the input."""

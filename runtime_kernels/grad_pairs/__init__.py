@@ -1,0 +1,1 @@
+"""Gradient of the input row of each pair."""

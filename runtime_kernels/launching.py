@@ -1,0 +1,223 @@
+"""Starting device kernels: operands as kernels take them, handles compiled once, tiles.
+
+A launch is prepared so that little is left to do for a call: everything that depends on the model (sizes, strides,
+layouts) is a constant of the compiled kernel, and the compiled handle is found by one dictionary lookup, past the
+binder of `JITFunction`. Nothing here synchronises with the device, and everything can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_compiler.runtime_kernels.weights import ExpertWeights
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_INT32_LIMIT = 2**31
+# Addresses that one launch of the table writer takes by value.
+_ADDRESSES = 32
+
+_handles: dict[tuple[Any, ...], Any] = {}
+
+
+class UnsupportedDtypeError(NotImplementedError):
+    """A data type that the device kernels do not compute in; the message names it and those that they do."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel divides its work and what each program gets.
+
+    rows, cols, depth   BM, BN, BK of the tile product
+    warps, stages       warps a program, stages of the software pipeline
+    group               row tiles that walk over the columns together
+    swap                the matrix on the wide side of the tensor core (few rows)
+    tma                 weights through tensor descriptors where their layout allows it
+    """
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+    group: int = 1
+    swap: bool = False
+    tma: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The weights of one projection as kernels take them.
+
+    operand   the packed tensor, or the int64 table of the experts' addresses when `table`
+    stride    elements from expert to expert (0 with a table); out, inner: strides of a matrix [out, in]
+    aligned   every address is a multiple of 16 bytes; wide: offsets inside a matrix pass 32 bits
+    """
+
+    operand: Tensor
+    stride: int
+    out: int
+    inner: int
+    table: bool
+    aligned: bool
+    wide: bool
+
+
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raise UnsupportedDtypeError unless the kernels compute in `dtype`."""
+    if dtype not in DTYPES:
+        known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise UnsupportedDtypeError(
+            f"{what} is {str(dtype).removeprefix('torch.')}; the CUDA kernels compute in {known}. "
+            f"Cast the model to one of these, or run it on the CPU, where float64 is supported"
+        )
+
+
+def triton_dtype(dtype: torch.dtype, what: str) -> tl.dtype:
+    """The Triton name of `dtype`. Raises UnsupportedDtypeError."""
+    check_dtype(dtype, what)
+    return _TRITON_DTYPES[dtype]
+
+
+def precision(dtype: torch.dtype) -> str:
+    """`input_precision` of tile products: what torch would use for a CUDA matmul of `dtype`."""
+    if dtype is not torch.float32:
+        return "ieee"
+    matmul = torch.backends.cuda.matmul
+    setting = getattr(matmul, "fp32_precision", None)
+    allowed = matmul.allow_tf32 if setting is None else setting == "tf32"
+    return "tf32" if allowed else "ieee"
+
+
+@lru_cache
+def capability(device: int) -> int:
+    """Compute capability of a CUDA device, as major * 10 + minor."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least n and at least `least`."""
+    return max(triton.next_power_of_2(max(n, 1)), least)
+
+
+def row_major(matrix: Tensor) -> Tensor:
+    """`matrix` itself if its rows are contiguous, else a contiguous copy."""
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Matrix:
+    """Expert weights, or gradients that are to be `written`, as kernels take them. Raises WeightLayoutError."""
+    weights = ExpertWeights(tensors, what)
+    check_dtype(weights.dtype, what)
+    out, inner = weights.strides
+    wide = (weights.out - 1) * out + (weights.inner - 1) * inner >= _INT32_LIMIT
+    if weights.is_packed:
+        return Matrix(tensors[0], weights.expert_stride, out, inner, False, True, wide)
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if written or torch.cuda.is_current_stream_capturing():
+        table = _write_table(tensors)
+    else:
+        table = weights.pointers()
+    return Matrix(table, 0, out, inner, True, aligned, wide)
+
+
+@triton.jit
+def write_table_kernel(table, addresses, COUNT: tl.constexpr):
+    """table[i] = addresses[i]; the addresses come by value."""
+    for i in tl.static_range(COUNT):
+        tl.store(table + i, addresses[i])
+
+
+def _write_table(tensors: Sequence[Tensor]) -> Tensor:
+    """The address table of tensors, written by the device from launch arguments.
+
+    Unlike a copy from host memory it can be captured in a CUDA graph, and nothing must outlive the call. It is a plain
+    launch, a full barrier between its neighbours.
+    """
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    table = torch.empty(len(addresses), dtype=torch.int64, device=tensors[0].device)
+    for first in range(0, len(addresses), _ADDRESSES):
+        some = tuple(addresses[first : first + _ADDRESSES])
+        write_table_kernel[(1,)](table[first:], some, COUNT=len(some), num_warps=1)
+    return table
+
+
+def box(weights: Sequence[Tensor], what: Matrix, rows: int, inner_rows: bool, block: tuple[int, int]) -> Any:
+    """A tensor descriptor over the stored rows of all experts, or None where the layout does not allow one.
+
+    rows        stored rows of an expert's matrix (the dimension that is not contiguous)
+    inner_rows  whether the stored rows run over `in` (the matrix is kept transposed)
+    block       tile sizes (along the stored rows, along the contiguous dimension)
+    """
+    if what.table or what.operand.element_size() != 2:
+        return None
+    step, unit = (what.inner, what.out) if inner_rows else (what.out, what.inner)
+    tensor = weights[0]
+    columns = tensor.shape[1] if inner_rows else tensor.shape[2]
+    if unit != 1 or step % 8 or step < columns or what.stride != rows * step or tensor.data_ptr() % 16:
+        return None
+    if max(block) > 256:
+        return None
+    return TensorDescriptor(tensor, [tensor.shape[0] * rows, columns], [step, 1], list(block))
+
+
+def slots(pairs: int, experts: int, rows: int) -> int:
+    """Row tiles that suffice for any distribution of `pairs` rows over the experts and the group of no expert."""
+    return min(pairs, (pairs + (experts + 1) * (rows - 1)) // rows)
+
+
+def start(
+    kernel: Any,
+    programs: int,
+    operands: Sequence[Tensor | TensorDescriptor | None],
+    numbers: Sequence[int],
+    constants: dict[str, Any],
+    *,
+    pdl: bool,
+    warps: int = 4,
+    stages: int = 3,
+) -> Any:
+    """Launch `kernel` on the current stream with `programs` programs; return its compiled handle (None if none).
+
+    The kernel's parameters are the operands, then the numbers (int32, not specialised), then the constants in order,
+    then PDL, which is also the launch attribute: the device code waits if and only if it is launched so.
+    """
+    if programs == 0:
+        return None
+    device = driver.active.get_current_device()
+    key: list[Any] = [kernel, device, pdl, warps, stages, *constants.values()]
+    fast: list[Any] = []
+    for operand in operands:
+        if operand is None:
+            key.append(None)
+            fast.append(None)
+        elif isinstance(operand, TensorDescriptor):
+            key.append((operand.base.dtype, *operand.block_shape))
+            fast.append(operand)
+        else:
+            address = operand.data_ptr()
+            key.append((operand.dtype, address % 16 == 0))
+            fast.append(address)
+    handle = _handles.get(tuple(key))
+    if handle is not None:
+        handle[(programs, 1, 1)](*fast, *numbers, *constants.values(), pdl)
+        return handle
+    expected = list(kernel.arg_names[len(operands) + len(numbers) :])
+    if expected != [*constants, "PDL"]:
+        raise TypeError(f"{kernel.__name__} takes the constants {expected}, got {[*constants, 'PDL']}")
+    handle = kernel[(programs, 1, 1)](
+        *operands, *numbers, **constants, PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl
+    )
+    _handles[tuple(key)] = handle
+    return handle

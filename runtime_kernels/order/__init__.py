@@ -1,0 +1,1 @@
+"""Order of the (token, expert) pairs by expert."""

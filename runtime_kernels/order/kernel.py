@@ -1,0 +1,132 @@
+"""Device code of the stable ordering of (token, expert) pairs by expert.
+
+The row of a pair is the number of pairs that sort before it. For few pairs every pair is compared with every other, which
+spreads over the whole device and needs neither a scan nor a second kernel. For many, `order_count` counts the pairs of
+each expert in blocks, and in `order_scatter` a pair compares itself with its own block only and adds what the counts of
+the earlier blocks and smaller experts say. Both are deterministic: there are no atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_compiler.runtime_kernels.device import trigger, wait
+
+
+@triton.jit
+def load_experts(ids, pair, S, ID_T: tl.constexpr, ID_K: tl.constexpr, K: tl.constexpr, E: tl.constexpr):
+    """int32 expert of each pair, E where the id is out of range; also E past S."""
+    if ID_T == K * ID_K:
+        at = pair.to(tl.int64) * ID_K
+    else:
+        at = (pair // K).to(tl.int64) * ID_T + (pair % K) * ID_K
+    expert = tl.load(ids + at, mask=pair < S, other=E)
+    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["S"])
+def order_kernel(
+    ids,
+    perm,
+    starts,
+    S,
+    ID_T: tl.constexpr,
+    ID_K: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    BQ: tl.constexpr,
+    BS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """perm [S], starts [E+1]: a query is a pair, or the first possible pair of an expert; its result the pairs before it."""
+    wait(PDL)
+    query = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    expert = load_experts(ids, query, S, ID_T, ID_K, K, E)
+    key = tl.where(query < S, expert * S + query, (query - S) * S)
+    before = tl.zeros((BQ, BS), tl.int32)
+    for s0 in range(0, S, BS):
+        pair = s0 + tl.arange(0, BS)
+        other = load_experts(ids, pair, S, ID_T, ID_K, K, E) * S + pair
+        other = tl.where(pair < S, other, 0x7FFFFFFF)
+        before += (other[None, :] < key[:, None]).to(tl.int32)
+    trigger(PDL)
+    rank = tl.sum(before, 1)
+    tl.store(perm + rank, query, mask=query < S)
+    tl.store(starts + (query - S), rank, mask=(query >= S) & (query - S <= E))
+
+
+@triton.jit(do_not_specialize=["S"])
+def order_count_kernel(
+    ids,
+    counts,
+    S,
+    ID_T: tl.constexpr,
+    ID_K: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BE: tl.constexpr,
+    BS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """counts [B,E]: how many of the BLOCK pairs of block b belong to expert e."""
+    wait(PDL)
+    WIDTH: tl.constexpr = (E + BE - 1) // BE
+    block = tl.program_id(0) // WIDTH
+    e = (tl.program_id(0) % WIDTH) * BE + tl.arange(0, BE)
+    found = tl.zeros((BE, BS), tl.int32)
+    for s0 in tl.static_range(0, BLOCK, BS):
+        expert = load_experts(ids, block * BLOCK + s0 + tl.arange(0, BS), S, ID_T, ID_K, K, E)
+        found += (expert[None, :] == e[:, None]).to(tl.int32)
+    trigger(PDL)
+    tl.store(counts + block.to(tl.int64) * E + e, tl.sum(found, 1), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["S", "B"])
+def order_scatter_kernel(
+    ids,
+    counts,
+    perm,
+    starts,
+    S,
+    B,
+    ID_T: tl.constexpr,
+    ID_K: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    E_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BQ: tl.constexpr,
+    BB: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """perm [S], starts [E+1] from the counts; a program places BQ pairs of one block."""
+    wait(PDL)
+    SHARE: tl.constexpr = BLOCK // BQ
+    block = tl.program_id(0) // SHARE
+    first = (tl.program_id(0) % SHARE) * BQ
+    e = tl.arange(0, E_POW2)
+    earlier = tl.zeros((E_POW2,), tl.int32)
+    total = tl.zeros((E_POW2,), tl.int32)
+    for b0 in range(0, B, BB):
+        b = b0 + tl.arange(0, BB)
+        some = tl.load(counts + b.to(tl.int64)[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0)
+        total += tl.sum(some, 0)
+        earlier += tl.sum(tl.where((b < block)[:, None], some, 0), 0)
+    begin = tl.cumsum(total, 0) - total
+    # Padding experts begin at the number of valid pairs, which is also where the pairs out of range begin.
+    valid = tl.sum(total, 0)
+    pair = block * BLOCK + first + tl.arange(0, BQ)
+    expert = load_experts(ids, pair, S, ID_T, ID_K, K, E)
+    row = tl.gather(begin + earlier, tl.minimum(expert, E_POW2 - 1), 0)
+    row = tl.where(expert < E, row, valid + block * BLOCK - tl.sum(earlier, 0))
+    for s0 in tl.static_range(0, BLOCK, BQ):
+        other = block * BLOCK + s0 + tl.arange(0, BQ)
+        same = load_experts(ids, other, S, ID_T, ID_K, K, E)[None, :] == expert[:, None]
+        row += tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), 1)
+    trigger(PDL)
+    tl.store(perm + row, pair, mask=pair < S)
+    if tl.program_id(0) == 0:
+        tl.store(starts + e, begin, mask=e < E)
+        tl.store(starts + E, valid)

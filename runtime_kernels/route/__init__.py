@@ -1,0 +1,1 @@
+"""Scores, top-k and routing weights."""

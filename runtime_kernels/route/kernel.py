@@ -1,0 +1,175 @@
+"""Device code of the router's choice and of its gradient. A program owns BT tokens, each with all its E logits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from moe_compiler.runtime_kernels.device import trigger, wait
+
+
+@triton.jit
+def score_values(values, inside, SCORE: tl.constexpr, SCORE_DTYPE: tl.constexpr):
+    """Scores along the last axis, computed in fp32 and rounded to SCORE_DTYPE, as fp32; positions not `inside` count for nothing."""
+    values = values.to(SCORE_DTYPE).to(tl.float32)
+    if SCORE == "softmax":
+        top = tl.max(tl.where(inside, values, float("-inf")), 1)
+        power = tl.where(inside, libdevice.exp(values - top[:, None]), 0.0)
+        values = tl.div_rn(power, tl.broadcast_to(tl.sum(power, 1)[:, None], values.shape))
+        values = values.to(SCORE_DTYPE).to(tl.float32)
+    elif SCORE == "sigmoid":
+        values = tl.div_rn(tl.full(values.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-values))
+        values = values.to(SCORE_DTYPE).to(tl.float32)
+    else:
+        tl.static_assert(SCORE == "none", "unknown score")
+    return values
+
+
+@triton.jit
+def sortable(values):
+    """int32 in the order of the fp32 values, NaN above all and -0 equal to 0, as torch.topk compares."""
+    values = tl.where(values == 0.0, 0.0, values)
+    bits = values.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(values != values, 0x7FFFFFFF, bits)
+
+
+@triton.jit(do_not_specialize=["T"])
+def route_kernel(
+    logits,
+    weights,
+    ids,
+    T,
+    ROW: tl.constexpr,
+    COLUMN: tl.constexpr,
+    E: tl.constexpr,
+    E_POW2: tl.constexpr,
+    K: tl.constexpr,
+    K_POW2: tl.constexpr,
+    BT: tl.constexpr,
+    SCORE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCORE_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """weights, ids [T,K]: the K largest scores (BEFORE) or logits of each token, descending, the smallest index first of equals."""
+    wait(PDL)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.arange(0, E_POW2)
+    inside = (t < T)[:, None] & (e < E)[None, :]
+    at = t.to(tl.int64)[:, None] * ROW + e[None, :] * COLUMN
+    scores = tl.load(logits + at, mask=inside, other=0.0)
+    trigger(PDL)
+    if BEFORE:
+        scores = score_values(scores, (e < E)[None, :], SCORE, SCORE_DTYPE)
+    scores = scores.to(tl.float32)
+    # One number to compare by: the value above, the index below it, so that a maximum finds the first of the largest.
+    keys = (sortable(scores).to(tl.int64) << 32) | (E_POW2 - 1 - e).to(tl.int64)[None, :]
+    lowest = -0x8000000000000000
+    keys = tl.where((e < E)[None, :], keys, lowest)
+    j = tl.arange(0, K_POW2)
+    chosen = tl.zeros((BT, K_POW2), tl.int64)
+    values = tl.zeros((BT, K_POW2), tl.float32)
+    for step in tl.static_range(K):
+        best = E_POW2 - 1 - (tl.max(keys, 1) & 0xFFFFFFFF)
+        taken = e[None, :] == best[:, None]
+        value = tl.sum(tl.where(taken, scores, 0.0), 1)
+        chosen = tl.where(j[None, :] == step, best[:, None], chosen)
+        values = tl.where(j[None, :] == step, value[:, None], values)
+        keys = tl.where(taken, lowest, keys)
+    used = (j < K)[None, :]
+    if not BEFORE:
+        values = score_values(values, used, SCORE, SCORE_DTYPE)
+    if RENORMALIZE:
+        total = tl.sum(tl.where(used, values, 0.0), 1) + EPS
+        values = tl.div_rn(values, tl.broadcast_to(total[:, None], values.shape))
+    if SCALE != 1.0:
+        values *= SCALE
+    out = t.to(tl.int64)[:, None] * K + j[None, :]
+    keep = (t < T)[:, None] & used
+    tl.store(weights + out, values.to(weights.dtype.element_ty), mask=keep)
+    tl.store(ids + out, chosen, mask=keep)
+
+
+@triton.jit(do_not_specialize=["T"])
+def route_backward_kernel(
+    grad_weights,
+    logits,
+    ids,
+    grad_logits,
+    T,
+    GRAD_ROW: tl.constexpr,
+    GRAD_COLUMN: tl.constexpr,
+    ROW: tl.constexpr,
+    COLUMN: tl.constexpr,
+    ID_T: tl.constexpr,
+    ID_K: tl.constexpr,
+    E: tl.constexpr,
+    E_POW2: tl.constexpr,
+    K: tl.constexpr,
+    K_POW2: tl.constexpr,
+    BT: tl.constexpr,
+    SCORE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCORE_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """grad_logits [T,E] from grad_weights [T,K] and the choice `ids` [T,K]."""
+    wait(PDL)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    t64 = t.to(tl.int64)[:, None]
+    e = tl.arange(0, E_POW2)
+    j = tl.arange(0, K_POW2)
+    used = (t < T)[:, None] & (j < K)[None, :]
+    grad = tl.load(grad_weights + t64 * GRAD_ROW + j[None, :] * GRAD_COLUMN, mask=used, other=0.0).to(tl.float32)
+    chosen = tl.load(ids + t64 * ID_T + j[None, :] * ID_K, mask=used, other=0).to(tl.int64)
+    # An id out of range has no logit: it gets no gradient and gives none.
+    used = used & (chosen >= 0) & (chosen < E)
+    picked = tl.load(logits + t64 * ROW + chosen * COLUMN, mask=used, other=0.0)
+    whole = (t < T)[:, None] & (e < E)[None, :]
+    everywhere: tl.constexpr = BEFORE and SCORE == "softmax"
+    if everywhere:
+        row = tl.load(logits + t64 * ROW + e[None, :] * COLUMN, mask=whole, other=0.0)
+        row = row.to(SCORE_DTYPE).to(tl.float32)
+        top = tl.max(tl.where((e < E)[None, :], row, float("-inf")), 1)
+        power = tl.where((e < E)[None, :], libdevice.exp(row - top[:, None]), 0.0)
+        total = tl.sum(power, 1)
+        scores = tl.div_rn(power, tl.broadcast_to(total[:, None], power.shape)).to(SCORE_DTYPE).to(tl.float32)
+        values = libdevice.exp(picked.to(SCORE_DTYPE).to(tl.float32) - top[:, None])
+        values = tl.div_rn(values, tl.broadcast_to(total[:, None], values.shape)).to(SCORE_DTYPE).to(tl.float32)
+    else:
+        values = score_values(picked, used, SCORE, SCORE_DTYPE)
+    trigger(PDL)
+    values = tl.where(used, values, 0.0)
+    grad = tl.where(used, grad * SCALE, 0.0)
+    if RENORMALIZE:
+        norm = tl.sum(values, 1) + EPS
+        norm = tl.broadcast_to(norm[:, None], grad.shape)
+        inner = tl.sum(grad * values, 1)
+        grad = tl.div_rn(grad - tl.div_rn(tl.broadcast_to(inner[:, None], grad.shape), norm), norm)
+    result = tl.zeros((BT, E_POW2), tl.float32)
+    if SCORE == "sigmoid":
+        grad = grad * values * (1.0 - values)
+    elif SCORE == "softmax":
+        inner = tl.sum(tl.where(used, grad * values, 0.0), 1)
+        if everywhere:
+            # Every expert's logit moves the denominator, not only those of the chosen ones.
+            result = -scores * inner[:, None]
+            grad = grad * values
+        else:
+            grad = values * (grad - inner[:, None])
+    grad = tl.where(used, grad, 0.0)
+    for step in tl.static_range(K):
+        this = (j == step)[None, :]
+        index = tl.sum(tl.where(this & used, chosen, 0), 1)
+        value = tl.sum(tl.where(this, grad, 0.0), 1)
+        result += tl.where(e[None, :] == index[:, None], value[:, None], 0.0)
+    out = grad_logits + t64 * E + e[None, :]
+    tl.store(out, result.to(grad_logits.dtype.element_ty), mask=whole)
