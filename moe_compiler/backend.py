@@ -77,7 +77,7 @@ def _analyse(compilation: Compilation, raised: GraphModule, example_inputs: Sequ
         compilation.rewrite(module)
         return module
 
-    torch_private.aot_module(raised, example_inputs, note)
+    torch_private.aot_module(raised, example_inputs, note, backward_now=True)
 
 
 def last_reports() -> list[Report]:

@@ -20,6 +20,7 @@ from moe_compiler.errors import CaptureError, MatchRequired, MoepdlError
 from moe_compiler.graph_pass import Context
 from moe_compiler.graph_text import render_repro
 from moe_compiler.inductor import ReportStore, is_backward, post_grad_pass
+from moe_compiler.numeric import NumericCheck, copy_graph
 from moe_compiler.options import Options
 from moe_compiler.pipeline import record_graph, run_phase
 from moe_compiler.report import Report
@@ -42,6 +43,16 @@ class Compilation:
             environment=device.describe(),
         )
         self._store: ReportStore | None = None
+        self._numeric = NumericCheck() if options.verify == "numeric" else None
+        self._note_idle_options()
+
+    def _note_idle_options(self) -> None:
+        """Say of each option that the user set why it changes nothing in this compile."""
+        for key in ("overlap", "chunks"):
+            if self.options.origins.get(key, "default") != "default":
+                self.report.notes.append(f"{key}: no all-to-all exchange in this graph")
+        if self.options.tune == "full":
+            self.report.notes.append("tune: the kernels choose their tiles from the shapes; there is nothing to tune yet")
 
     # Phase A
 
@@ -74,7 +85,7 @@ class Compilation:
         context = Context(self.options, "capture", self.report)
         record_graph(captured, "captured", context)
         for body in [captured, *nested_bodies(captured)]:
-            own = Context(self.options, "capture", self.report)
+            own = Context(self.options, "capture", self.report, self._numeric)
             run_phase(body, "capture", own)
         if not any(not match.left_alone for match in self.report.matches):
             return None
@@ -87,10 +98,10 @@ class Compilation:
         """Stages, chains and launches of one post-autograd graph, in place."""
         phase = "backward" if is_backward(module.graph) else "forward"
         self._forget(phase)
-        context = Context(self.options, phase, self.report)
+        context = Context(self.options, phase, self.report, self._numeric)
         trial = module
         if self.options.on_error == "fallback":
-            trial = GraphModule(module, _copy(module))
+            trial = copy_graph(module)
         try:
             run_phase(trial, "graph", context)
         except MoepdlError as error:
@@ -185,10 +196,3 @@ class Compilation:
         if self.options.dump is not None:
             write_dump(self.report, self.options.dump)
 
-
-def _copy(module: GraphModule) -> torch.fx.Graph:
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for old, new in zip(module.graph.nodes, graph.nodes, strict=True):
-        new.meta = dict(old.meta)
-    return graph

@@ -418,10 +418,11 @@ def _verdict(results: list[Result], dtype: str, out: Path) -> int:
     for result in results:
         for i, report in enumerate(result.reports):
             suffix = f"-{i}" if len(result.reports) > 1 else ""
-            print(f"\n{result.workload.name}: {report}" if i == 0 else report)
+            # One in full; the others have the same blocks.
+            print(f"\n{result.workload.name}: {report.summary() if paths else report}")
             paths.append(report.save(out / f"{result.workload.name}{suffix}.html"))
     if paths:
-        print("\nreports:", *(str(path.resolve()) for path in paths))
+        print("\nreports:", *(str(path.resolve()) for path in paths), sep="\n  ")
     faster = [statistics.median(r.seconds["moepdl"]) < statistics.median(r.seconds["inductor"]) for r in results]
     print(f"moepdl faster than Inductor in {sum(faster)} of {len(faster)} workloads")
     return 0 if right else 1

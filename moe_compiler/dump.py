@@ -51,10 +51,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def file_name(graph: GraphRecord) -> str:
-    """`03_raise_moe.py` for the capture phase, `05_forward_expand_stages.py` for the later ones."""
-    phase = "" if graph.phase == "capture" else f"{graph.phase}_"
-    return f"{graph.number:02d}_{phase}{graph.name}.py"
+def graph_files(graphs: Iterable[GraphRecord]) -> dict[str, str]:
+    """File name -> text, numbered through all phases: `03_raise_moe.py` for capture, `05_forward_lower.py` after."""
+    phases = ("capture", "forward", "backward")
+    ordered = sorted(graphs, key=lambda graph: phases.index(graph.phase) if graph.phase in phases else len(phases))
+    files = {}
+    for number, graph in enumerate(ordered):
+        phase = "" if graph.phase == "capture" else f"{graph.phase}_"
+        files[f"{number:02d}_{phase}{graph.name}.py"] = graph.code
+    return files
 
 
 def write_dump(report: Report, folder: str | Path, *, rank: int | None = None) -> Path:
@@ -92,11 +97,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def dump_files(report: Report) -> dict[str, str]:
-    """The files of a frame by name, without the timings: the same report gives the same text on every machine and day."""
+    """The files of a frame by name, without the timings: the same report gives the same text on any machine and day."""
     from moe_compiler.viz import dot, html, timeline
 
     stable = _without_times(report)
-    files = {file_name(graph): graph.code for graph in report.graphs}
+    files = graph_files(report.graphs)
     files["passes.txt"] = passes_text(stable.passes)
     files["matches.json"] = _json(
         {"matches": _records(stable.matches), "misses": _records(stable.misses), "notes": stable.notes}
@@ -126,7 +131,7 @@ def _records(records: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def passes_text(passes: Iterable[PassRecord], *, times: bool = False) -> str:
@@ -196,8 +201,8 @@ def numbered(frame: str | Path) -> list[Path]:
 def pass_diffs(frame: str | Path, name: str | None = None) -> list[tuple[str, str]]:
     """(file name, unified diff against the file before it) for each pass that changed the graph; `name` picks one.
 
-    Files are compared within a phase, the first of a later phase with nothing before it is left out. Raises MoepdlError
-    when no file belongs to the pass `name`.
+    Files are compared within a phase; the first of a phase, and each captured graph, begins a new row of comparisons.
+    Raises MoepdlError when no file belongs to the pass `name`.
     """
     diffs = []
     previous: dict[str, Path] = {}
@@ -205,7 +210,7 @@ def pass_diffs(frame: str | Path, name: str | None = None) -> list[tuple[str, st
         phase = _phase_of(path)
         before = previous.get(phase)
         previous[phase] = path
-        if before is not None:
+        if before is not None and _pass_of(path.name) != "captured":
             diffs.append((path.name, _diff(before, path)))
     if name is not None:
         wanted = [item for item in diffs if _pass_of(item[0]) == name]

@@ -62,9 +62,8 @@ class GraphFile:
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        from moe_compiler.runtime_kernels.ops import register
+        import moe_compiler.runtime_kernels.register  # noqa: F401 - the file is about to name torch.ops.moepdl operators
 
-        register()  # the file is about to name torch.ops.moepdl operators
         self.mode: Any = (
             FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) if parent is None else parent.mode
         )

@@ -21,6 +21,7 @@ from moe_compiler.options import Options
 
 if TYPE_CHECKING:
     from moe_compiler.launch import Chain
+    from moe_compiler.numeric import NumericCheck
     from moe_compiler.report import Report
 
 __all__ = ["Context", "GraphPass", "fake_mode_of_graph", "graph_pass", "insert", "propagate"]
@@ -31,12 +32,13 @@ class Context:
     """What passes of one graph share.
 
     phase: "capture" | "forward" | "backward". `matches` is what find_moe bound for raise_moe; `chains` is what
-    chain_pdl decided for lower; `report` collects what a reader is told.
+    chain_pdl decided for lower; `numeric` runs graphs for `verify="numeric"`; `report` collects what a reader is told.
     """
 
     options: Options
     phase: str
     report: Report
+    numeric: NumericCheck | None = None
     matches: list[Match] = field(default_factory=list)
     chains: list[Chain] = field(default_factory=list)
 

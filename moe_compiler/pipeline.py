@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from moe_compiler.graph_text import render_graph
 from moe_compiler.errors import MoepdlError, PassError
 from moe_compiler.graph_pass import Context, GraphPass
+from moe_compiler.numeric import compare, copy_graph
 from moe_compiler.passes.canonicalize import canonicalize
 from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
@@ -69,6 +70,7 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
             continue
         graph = module.graph
         before, operators, text = interface(graph), _operators(graph), _text(graph)
+        original = copy_graph(module) if context.numeric is not None else None
         started = time.perf_counter()
         try:
             rewrites = graph_pass(graph, context)
@@ -82,6 +84,8 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
             raise PassError(graph_pass.name, f"it reported {rewrites} rewrites, but the graph {'has' if changed else 'has not'} changed")
         if checked and changed:
             check_graph(graph, graph_pass, before)
+        if original is not None and changed:
+            _check_numbers(original, module, graph_pass.name, context)
         delta = _operators(graph)
         delta.subtract(operators)
         context.report.passes.append(
@@ -101,6 +105,22 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
     if total:
         module.recompile()
     return total
+
+
+def _check_numbers(original: GraphModule, module: GraphModule, name: str, context: Context) -> None:
+    """options["verify"] = "numeric": both graphs on the same inputs."""
+    check = context.numeric
+    assert check is not None
+    inputs = check.inputs(original, context.phase)
+    if inputs is None:
+        note = f"{context.phase} graph not compared numerically: its forward graph was not run in this compile"
+        if note not in context.report.notes:
+            context.report.notes.append(note)
+        return
+    results = check.outputs(module, inputs)
+    compare(name, check.outputs(original, inputs), results)
+    if context.phase == "forward":
+        check.remember(module, inputs, results)
 
 
 def record_graph(module: GraphModule, name: str, context: Context) -> None:

@@ -19,6 +19,7 @@ from moe_compiler.errors import MoepdlError
 
 SCHEMA = 1
 STATUSES = ("rewritten", "unchanged", "fallback", "dryrun")
+_WORST_FIRST = ("fallback", "rewritten", "dryrun", "unchanged")
 
 R = TypeVar("R")
 
@@ -246,6 +247,34 @@ class Report:
         if self.status not in STATUSES:
             raise ValueError(f"status {self.status!r} is not one of {STATUSES}")
 
+    @classmethod
+    def merge(cls, reports: Sequence[Report]) -> Report:
+        """One report of several frames of a model, e.g. one that Dynamo split; notes and errors name their frame.
+
+        Raises ValueError for no reports.
+        """
+        if not reports:
+            raise ValueError("there is no report to merge")
+        if len(reports) == 1:
+            return reports[0]
+        first = reports[0]
+        merged = cls(
+            frame=" + ".join(report.frame for report in reports),
+            status=next(status for status in _WORST_FIRST if any(report.status == status for report in reports)),
+            options=first.options,
+            origins=first.origins,
+            environment=first.environment,
+            pdl_off=next((report.pdl_off for report in reports if report.pdl_off), ""),
+            dump_folder=next((report.dump_folder for report in reports if report.dump_folder), None),
+        )
+        for report in reports:
+            for name in _BUILDERS:
+                getattr(merged, name).extend(getattr(report, name))
+            merged.notes += [f"frame {report.frame}: {note}" for note in report.notes]
+            merged.errors += [f"frame {report.frame}: {error}" for error in report.errors]
+            merged.phases_pending += [phase for phase in report.phases_pending if phase not in merged.phases_pending]
+        return merged
+
     def folded_matches(self) -> list[MatchRecord]:
         """The matches, equal layers folded into one record with the sum of their counts."""
         return _fold(self.matches, ignore="block")
@@ -262,18 +291,18 @@ class Report:
     def summary(self) -> str:
         """One line: status, blocks, chains, programmatic edges, misses."""
         matched, missed = _total(self.matches), _total(self.misses)
-        parts = [f"moepdl {self.frame}: {self.status}", f"{_plural(matched, 'block')} matched"]
+        parts = [f"moepdl {self.frame}: {self.status}", f"{plural(matched, 'block')} matched"]
         alone = _total(match for match in self.matches if match.left_alone)
         if alone:
             parts.append(f"{alone} left alone")
         if missed:
-            parts.append(f"{_plural(missed, 'candidate')} missed")
+            parts.append(f"{plural(missed, 'candidate')} missed")
         if self.schedule:
             launches, edges, programmatic = _schedule_totals(self.schedule)
-            parts.append(f"{_plural(_total(self.schedule), 'chain')}, {_plural(launches, 'launch', 'launches')}")
-            parts.append(f"{programmatic} of {_plural(edges, 'edge')} programmatic")
+            parts.append(f"{plural(_total(self.schedule), 'chain')}, {plural(launches, 'launch', 'launches')}")
+            parts.append(f"{programmatic} of {plural(edges, 'edge')} programmatic")
         if self.errors:
-            parts.append(_plural(len(self.errors), "error"))
+            parts.append(plural(len(self.errors), "error"))
         return ", ".join(parts)
 
     def __str__(self) -> str:
@@ -282,8 +311,8 @@ class Report:
         if self.schedule or self.phases_pending:
             lines.append(f"  schedule: {self._schedule_text()}")
         if self.schedule:
-            lines.append(f"  PDL off: {self.pdl_off}" if self.pdl_off else "  PDL on")
-        lines += [f"  note: {note}" for note in self.notes]
+            lines.append(f"  {self.pdl_text()}")
+        lines += [f"  note: {_indent(note)}" for note in self.notes]
         lines += [f"  error: {_indent(error)}" for error in self.errors]
         for miss in self.folded_misses():
             lines += [f"  {line}" for line in miss_lines(miss)]
@@ -291,15 +320,22 @@ class Report:
             lines.append(f"  dump: {self.dump_folder}")
         return "\n".join(lines)
 
+    def pdl_text(self) -> str:
+        """Is PDL in use, and if not, why."""
+        if self.pdl_off:
+            return f"PDL off: {self.pdl_off}"
+        used = any(variant.programmatic for chain in self.schedule for variant in chain.variants)
+        return "PDL on" if used else "PDL on, no edge is programmatic"
+
     def _schedule_text(self) -> str:
         parts = []
         for chain in self.folded_schedule():
             variants = ", ".join(
-                f"{variant.range_text}: {_plural(len(variant.launches), 'launch', 'launches')}, "
-                f"{variant.programmatic} of {_plural(len(variant.edges), 'edge')} programmatic"
+                f"{variant.range_text}: {plural(len(variant.launches), 'launch', 'launches')}, "
+                f"{variant.programmatic} of {plural(len(variant.edges), 'edge')} programmatic"
                 for variant in chain.variants
             )
-            parts.append(f"{chain.direction} {_plural(chain.count, 'chain')} ({variants})")
+            parts.append(f"{chain.direction} {plural(chain.count, 'chain')} ({variants})")
         parts += [f"{phase} pending" for phase in self.phases_pending]
         return "; ".join(parts)
 
@@ -338,8 +374,8 @@ class Report:
         return path
 
     def to_json(self) -> str:
-        """`to_dict` as text, keys sorted, the same bytes for the same report."""
-        return json.dumps(self.to_dict(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        """`to_dict` as text, the same bytes for the same report."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
 
     def _repr_html_(self) -> str:
         from moe_compiler.viz.html import render_fragment
@@ -394,8 +430,9 @@ def _indent(text: str) -> str:
     return text.replace("\n", "\n    ")
 
 
-def _plural(count: int, noun: str, plural: str = "") -> str:
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+def plural(count: int, noun: str, many: str = "") -> str:
+    """`1 chain`, `2 chains`; `many` is the plural where it is not the noun with an s."""
+    return f"{count} {noun if count == 1 else many or noun + 's'}"
 
 
 def _total(records: Iterable[Any]) -> int:

@@ -87,6 +87,15 @@ def proxy_tracing_disabled() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Run code on real tensors although a compile with fake tensors is under way."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
 def record_call(target: Any, node: Node, module: GraphModule, out: Any, rest: Sequence[Any], kwargs: Any) -> Any:
     """Record a higher-order operator as one leaf of the running make_fx trace; `out` are its fake results."""
     from torch.fx.experimental import proxy_tensor
@@ -113,9 +122,17 @@ def compile_fx(module: GraphModule, example_inputs: Sequence[Any], patches: Mapp
 
 
 def aot_module(
-    module: GraphModule, example_inputs: Sequence[Any], compile_graph: Callable[[GraphModule, bool], Callable[..., Any]]
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    compile_graph: Callable[[GraphModule, bool], Callable[..., Any]],
+    *,
+    backward_now: bool = False,
 ) -> Callable[..., Any]:
-    """AOTAutograd without Inductor; `compile_graph(graph_module, is_backward)` gets the forward and backward graph."""
+    """AOTAutograd without Inductor; `compile_graph(graph_module, is_backward)` gets the forward and backward graph.
+
+    The backward graph usually comes at the first backward call; with `backward_now` it comes at once.
+    """
+    from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -125,13 +142,15 @@ def aot_module(
     def backward(graph_module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         return make_boxed_func(compile_graph(graph_module, True))
 
-    return aot_module_simplified(
-        module,
-        list(example_inputs),
-        fw_compiler=forward,
-        bw_compiler=backward,
-        partition_fn=min_cut_rematerialization_partition,
-    )
+    lazy = {"force_non_lazy_backward_lowering": True} if backward_now else {}
+    with config.patch(lazy):
+        return aot_module_simplified(
+            module,
+            list(example_inputs),
+            fw_compiler=forward,
+            bw_compiler=backward,
+            partition_fn=min_cut_rematerialization_partition,
+        )
 
 
 def post_grad_pass_base() -> type:

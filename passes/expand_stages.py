@@ -81,8 +81,10 @@ def _experts_count(gate: list[Node]) -> int:
     return int(first.shape[0]) if first.dim() == 3 else len(gate)
 
 
-def _expand_experts(node: Node, *, save: bool) -> None:
+def _expand_experts(node: Node, *, saving: bool) -> None:
     a, e = _named(node), _Expansion(node)
+    # Under activation checkpointing the backward graph recomputes the block, and nobody reads what was saved.
+    save = saving and any(user.args[1] == 1 for user in node.users)
     k = int(a["ids"].meta["val"].shape[1])
     at_input = a["weights"] if a["weight_at"] == "input" else None
     at_output = a["weights"] if a["weight_at"] == "output" else None
@@ -93,7 +95,7 @@ def _expand_experts(node: Node, *, save: bool) -> None:
     )
     pairs = e.stage("down", e.item(first, 0), perm, starts, a["down"])
     y = e.stage("combine", pairs, at_output, k, a["dtype"])
-    if save:
+    if saving:
         e.replace([y, e.item(first, 1), perm, starts])
     else:
         node.replace_all_uses_with(y)
@@ -167,7 +169,7 @@ def expand_stages(graph: Graph, context: Context) -> int:
             continue
         name = op_name(node)
         if name in ("experts", "experts_saving"):
-            _expand_experts(node, save=name == "experts_saving")
+            _expand_experts(node, saving=name == "experts_saving")
         elif name == "experts_backward":
             _expand_experts_backward(node)
         elif name == "route_backward":

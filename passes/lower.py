@@ -42,22 +42,26 @@ def _move_readers_behind(graph: Graph, chain: Chain, last: Node) -> None:
         at = node
 
 
-def _lower_chain(graph: Graph, chain: Chain) -> None:
+def _lower_chain(graph: Graph, chain: Chain, replaced: dict[Node, Node]) -> None:
+    """Lower one chain; `replaced` maps results of chains lowered before to the nodes that now stand for them."""
     last = chain.nodes[-1]
     _move_readers_behind(graph, chain, last)
+    operands = [replaced.get(operand, operand) for operand in chain.operands]
     with graph.inserting_before(last):
-        call = insert(last, torch.ops.moepdl.chain.default, (list(chain.operands), chain.program.to_text()))
+        call = insert(last, torch.ops.moepdl.chain.default, (operands, chain.program.to_text()))
         items: dict[int, Node] = {}
         for _, _, position in chain.results:
             if position not in items:
                 items[position] = insert(last, operator.getitem, (call, position))
     for node, index, position in chain.results:
         if index is None:
-            node.replace_all_uses_with(items[position], delete_user_cb=lambda user: user is not call)
+            node.replace_all_uses_with(items[position])
+            replaced[node] = items[position]
             continue
         for user in list(node.users):
             if user.target is operator.getitem and user.args[1] == index:
                 user.replace_all_uses_with(items[position])
+                replaced[user] = items[position]
                 graph.erase_node(user)
     for node in reversed(chain.nodes):
         for user in list(node.users):
@@ -73,6 +77,7 @@ def lower(graph: Graph, context: Context) -> int:
     before   r, o = order(i, E); a = gate_up(x, ..); p = down(a, ..); y = combine(p, w)
     after    c = chain([x, i, w, W1, W2], "<program>"); y = c[0]
     """
+    replaced: dict[Node, Node] = {}
     for chain in context.chains:
-        _lower_chain(graph, chain)
+        _lower_chain(graph, chain, replaced)
     return len(context.chains)

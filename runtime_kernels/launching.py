@@ -7,7 +7,8 @@ binder of `JITFunction`. Nothing here synchronises with the device, and everythi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +29,7 @@ _INT32_LIMIT = 2**31
 _ADDRESSES = 32
 
 _handles: dict[tuple[Any, ...], Any] = {}
+_record: list[Start] | None = None
 
 
 class UnsupportedDtypeError(NotImplementedError):
@@ -73,6 +75,34 @@ class Matrix:
     wide: bool
 
 
+@dataclass(frozen=True)
+class Start:
+    """The arguments of one call of `start`, as `recording` collects them."""
+
+    kernel: Any
+    programs: int
+    operands: tuple[Any, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    pdl: bool
+    warps: int
+    stages: int
+
+
+@contextmanager
+def recording() -> Iterator[list[Start]]:
+    """Collect the starts of launches instead of executing them, to compile or inspect them without a GPU.
+
+    Operands may then be on any device; those that are not on a CUDA device are launched as on Hopper.
+    """
+    global _record
+    previous, _record = _record, []
+    try:
+        yield _record
+    finally:
+        _record = previous
+
+
 def check_dtype(dtype: torch.dtype, what: str) -> None:
     """Raise UnsupportedDtypeError unless the kernels compute in `dtype`."""
     if dtype not in DTYPES:
@@ -100,8 +130,10 @@ def precision(dtype: torch.dtype) -> str:
 
 
 @lru_cache
-def capability(device: int) -> int:
-    """Compute capability of a CUDA device, as major * 10 + minor."""
+def capability(device: torch.device) -> int:
+    """Compute capability of a CUDA device, as major * 10 + minor. Other devices stand for Hopper (see `recording`)."""
+    if device.type != "cuda":
+        return 90
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
@@ -147,7 +179,7 @@ def _write_table(tensors: Sequence[Tensor]) -> Tensor:
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
     table = torch.empty(len(addresses), dtype=torch.int64, device=tensors[0].device)
-    for first in range(0, len(addresses), _ADDRESSES):
+    for first in range(0, len(addresses) if _record is None else 0, _ADDRESSES):
         some = tuple(addresses[first : first + _ADDRESSES])
         write_table_kernel[(1,)](table[first:], some, COUNT=len(some), num_warps=1)
     return table
@@ -194,6 +226,9 @@ def start(
     then PDL, which is also the launch attribute: the device code waits if and only if it is launched so.
     """
     if programs == 0:
+        return None
+    if _record is not None:
+        _record.append(Start(kernel, programs, tuple(operands), tuple(numbers), constants, pdl, warps, stages))
         return None
     device = driver.active.get_current_device()
     key: list[Any] = [kernel, device, pdl, warps, stages, *constants.values()]

@@ -6,11 +6,12 @@ through `torch.library.Library` and not through the decorators because a call th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "moepdl"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -44,3 +45,36 @@ def define(
 def below_autograd() -> AbstractContextManager[Any]:
     """A context in which operators skip their Autograd kernels. The only private torch API of this package."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+class SecondDerivativeError(NotImplementedError):
+    """A gradient of a gradient through a moepdl operator was asked for; there is none."""
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.operator = operator
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise SecondDerivativeError(
+            f"{NAMESPACE}::{ctx.operator} has no second derivative; "
+            "leave blocks that need one to torch (option `disable`), or drop create_graph=True"
+        )
+
+
+def differentiable_once(
+    operator: str, grads: Sequence[Tensor | None], sources: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The results of a backward, which raise SecondDerivativeError when they are differentiated again.
+
+    `sources` are the tensors that the gradients depend on. Without create_graph=True the results come back as they are.
+    torch's `once_differentiable` looks at the incoming gradient only, so it would give zero without a word.
+    """
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in sources)):
+        return list(grads)
+    given = [g for g in grads if g is not None]
+    marked = iter(_Once.apply(operator, len(given), *given, *sources))
+    return [None if g is None else next(marked) for g in grads]

@@ -1,7 +1,7 @@
 """The dependency DAGs as DOT text, for graphviz and everything that reads its language. Writing it needs no program.
 
-Shapes and line styles carry the meaning, colours only repeat it: a box computes, a parallelogram exchanges, an ellipse
-is an input or output; a bold line is a programmatic edge, a thin one a read after a write, a dashed one any other order.
+Shapes and line styles carry the meaning: a box computes, a parallelogram exchanges, an ellipse is an input or output;
+a bold line is a programmatic edge, a thin one a read after a write, a dashed one any other order.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from moe_compiler.report import (
     PassRecord,
     Report,
     VariantRecord,
+    plural,
 )
 from moe_compiler.viz import svg
 from moe_compiler.viz.layout import lay_out
@@ -92,12 +93,13 @@ def _header(report: Report) -> str:
         (str(missed), "candidate missed" if missed == 1 else "candidates missed"),
     ]
     if last:
-        tiles.append((str(sum(count for count, _ in last)), "chains of launches"))
+        chains = sum(count for count, _ in last)
+        tiles.append((str(chains), "chain of launches" if chains == 1 else "chains of launches"))
         tiles.append((f"{programmatic} / {edges}", "edges programmatic"))
     times = "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for value, label in tiles)
     words = [sentence[0].upper() + sentence[1:] + "."]
     if last:
-        words.append(f"PDL off: {report.pdl_off}." if report.pdl_off else "PDL on.")
+        words.append(f"{report.pdl_text()}.")
     if report.phases_pending:
         words.append(f"Not compiled yet: {', '.join(report.phases_pending)}.")
     return (
@@ -155,8 +157,9 @@ def _miss(miss: MissRecord) -> str:
     dots = "●" * miss.steps_passed + "○" * (total - miss.steps_passed)
     parts = [
         f'<article class="card miss"><div class="head"><h3>{escape(miss.candidate)}{_times(miss.count)}</h3>'
-        f'<span>nearest formulation <b>{escape(miss.formulation)}</b></span><span class="steps" aria-hidden="true">{dots}'
-        f'</span><span class="muted">{miss.steps_passed} of {miss.steps_total} steps</span></div>',
+        f"<span>nearest formulation <b>{escape(miss.formulation)}</b></span>"
+        f'<span class="steps" aria-hidden="true">{dots}</span>'
+        f'<span class="muted">{miss.steps_passed} of {miss.steps_total} steps</span></div>',
         _where(miss.where),
         f"<p>Failed at <b>{escape(miss.step)}</b>: {escape(miss.reason)}</p>",
         _where(miss.at) if miss.at != miss.where else "",
@@ -172,20 +175,10 @@ def _passes(passes: list[PassRecord]) -> str:
     if not passes:
         return ""
     timed = any(item.seconds for item in passes)
-    head = ["<th>Phase</th><th>Pass</th><th>Level</th><th>Numerics</th>", '<th class="number">Rewrites</th>']
-    head += ['<th class="number">Time</th>'] if timed else []
-    head.append("<th>Operators</th>")
+    heads = ["Phase", "Pass", "Level", "Numerics", "#Rewrites", *(["#Time"] if timed else []), "Operators"]
     rows = []
     for item in passes:
-        delta = "".join(
-            f'<span class="delta {"plus" if count > 0 else "minus"} mono">{escape(name)} {count:+d}</span>'.replace(
-                "-", "−"
-            )
-            if count < 0
-            else f'<span class="delta plus mono">{escape(name)} +{count}</span>'
-            for name, count in sorted(item.delta.items())
-            if count
-        )
+        delta = "".join(_delta(name, count) for name, count in sorted(item.delta.items()) if count)
         rows.append(
             f"<tr{'' if item.rewrites else ' class=idle'}><td>{escape(item.phase)}</td>"
             f"<td><code>{escape(item.name)}</code></td><td>{escape(item.level)}</td><td>{escape(item.numerics)}</td>"
@@ -193,7 +186,24 @@ def _passes(passes: list[PassRecord]) -> str:
             + (f'<td class="number">{item.seconds * 1e3:.1f} ms</td>' if timed else "")
             + f"<td>{delta or '<span class=muted>unchanged</span>'}</td></tr>"
         )
-    return f'<div class="scroll"><table><thead><tr>{"".join(head)}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return _table(heads, rows)
+
+
+def _delta(name: str, count: int) -> str:
+    style, sign = ("plus", "+") if count > 0 else ("minus", "−")
+    return f'<span class="delta {style} mono">{escape(name)} {sign}{abs(count)}</span>'
+
+
+def _table(heads: list[str], rows: list[str]) -> str:
+    """A table with these column heads; a head that begins with # is that of a column of numbers."""
+    cells = "".join(
+        f'<th class="number" scope="col">{escape(head[1:])}</th>'
+        if head.startswith("#")
+        else f'<th scope="col">{escape(head)}</th>'
+        for head in heads
+    )
+    body = "".join(rows)
+    return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
 def _schedule(report: Report) -> str:
@@ -215,14 +225,15 @@ def _variant(chain: ChainRecord, variant: VariantRecord, identity: str) -> str:
     predicted = bool(spans) and all(span.predicted for span in spans)
     facts = [
         variant.range_text,
-        f"{len(variant.launches)} launches",
-        f"{variant.programmatic} of {len(variant.edges)} edges programmatic",
+        plural(len(variant.launches), "launch", "launches"),
+        f"{variant.programmatic} of {plural(len(variant.edges), 'edge')} programmatic",
         f"{total_us(spans):.1f} µs predicted" if predicted else UNIT_NOTE,
     ]
     title = f"{chain.direction} chain {chain.name}, variant {variant.name}: {', '.join(facts)}"
     caption = (
         f"<figcaption><h3>{escape(chain.direction)} · {escape(variant.name)}{_times(chain.count)}</h3>"
-        f'<span class="muted">{escape(chain.name)}</span><span class="muted">{escape(" · ".join(facts))}</span></figcaption>'
+        f'<span class="muted">{escape(chain.name)}</span>'
+        f'<span class="muted">{escape(" · ".join(facts))}</span></figcaption>'
     )
     picture = svg.swim_lanes(variant, identity, title)
     return f'<figure>{caption}<div class="scroll">{picture}</div>{_launches(variant)}</figure>'
@@ -242,16 +253,10 @@ def _launches(variant: VariantRecord) -> str:
             f"<td>{escape(names)}{weights}</td><td>{escape(', '.join(launch.writes))}</td>"
             f'<td class="number">{time}</td></tr>'
         )
-    heads = '<th class="number">#</th><th>Kernel</th><th>Stream</th><th>Launch</th><th>Traits</th><th>Reads</th><th>Writes</th>'
-    launches = (
-        f'<table><thead><tr>{heads}<th class="number">Predicted</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    )
-    edges = "".join(_edge(edge, variant) for edge in variant.edges)
-    if edges:
-        heads = "<th>Edge</th><th>Kind</th><th>Launch</th><th>Why</th>"
-        gain = '<th class="number">Gain</th>'
-        edges = f"<table><thead><tr>{heads}{gain}</tr></thead><tbody>{edges}</tbody></table>"
-    return f'<details><summary>Launches and edges</summary><div class="scroll">{launches}<br>{edges}</div></details>'
+    heads = ["#No.", "Kernel", "Stream", "Launch", "Traits", "Reads", "Writes", "#Predicted"]
+    edges = [_edge(edge, variant) for edge in variant.edges]
+    tables = _table(heads, rows) + (_table(["Edge", "Kind", "Launch", "Why", "#Gain"], edges) if edges else "")
+    return f"<details><summary>Launches and edges</summary>{tables}</details>"
 
 
 def _edge(edge: EdgeRecord, variant: VariantRecord) -> str:
@@ -277,7 +282,10 @@ def _dags(dags: list[DagRecord]) -> str:
         layout = lay_out(record)
         note = f"<span>{escape(layout.note)}</span>" if layout.note else ""
         title = f"{record.direction} dependency DAG: {len(record.nodes)} nodes, {len(record.edges)} edges"
-        caption = f'<figcaption><h3>{escape(record.direction)}</h3><span class="muted">{escape(title)}</span>{note}</figcaption>'
+        caption = (
+            f'<figcaption><h3>{escape(record.direction)}</h3><span class="muted">{plural(len(record.nodes), "node")}, '
+            f"{plural(len(record.edges), 'edge')}</span>{note}</figcaption>"
+        )
         picture = svg.dag(layout, f"moepdl-dag-{number}", title)
         parts.append(f'<figure>{caption}<div class="scroll">{picture}</div></figure>')
     return "".join(parts)
@@ -287,7 +295,8 @@ def _graphs(graphs: list[GraphRecord]) -> str:
     previous: dict[str, GraphRecord] = {}
     parts = []
     for graph in graphs:
-        before = previous.get(graph.phase)
+        # A captured graph begins a new frame, with nothing before it to compare to.
+        before = previous.get(graph.phase) if graph.name != "captured" else None
         previous[graph.phase] = graph
         code = escape(graph.code[:MAX_CODE])
         if len(graph.code) > MAX_CODE:
@@ -295,7 +304,7 @@ def _graphs(graphs: list[GraphRecord]) -> str:
         changes = _changes(before, graph) if before is not None else ""
         parts.append(
             f'<details class="block"><summary><b class="mono">{graph.number:02d} {escape(graph.name)}</b> '
-            f'<span class="muted">{escape(graph.phase)}, {graph.lines} lines</span></summary>{changes}'
+            f'<span class="muted">{escape(graph.phase)}, {plural(graph.lines, "line")}</span></summary>{changes}'
             f'<pre tabindex="0">{code}</pre></details>'
         )
     return "".join(parts)
@@ -320,13 +329,12 @@ def _changes(before: GraphRecord, after: GraphRecord) -> str:
 def _options(report: Report) -> str:
     if not report.options:
         return ""
-    rows = "".join(
+    rows = [
         f"<tr><td><code>{escape(key)}</code></td><td><code>{escape(_text(value))}</code></td>"
         f"<td>{_origin(report.origins.get(key, 'default'), key)}</td></tr>"
         for key, value in report.options.items()
-    )
-    head = "<tr><th>Option</th><th>Value</th><th>From</th></tr>"
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+    ]
+    return _table(["Option", "Value", "From"], rows)
 
 
 def _origin(origin: str, key: str) -> str:
@@ -336,9 +344,8 @@ def _origin(origin: str, key: str) -> str:
 
 
 def _environment(environment: dict[str, Any]) -> str:
-    rows = "".join(
+    rows = [
         f"<tr><td>{escape(key)}</td><td><code>{escape(_text(value))}</code></td></tr>"
         for key, value in environment.items()
-    )
-    head = "<tr><th>Name</th><th>Value</th></tr>"
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>' if rows else ""
+    ]
+    return _table(["Name", "Value"], rows) if rows else ""

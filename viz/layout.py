@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -25,7 +26,7 @@ LINE_HEIGHT = 16.0
 PADDING_X = 12.0
 PADDING_Y = 8.0
 GAP_X = 22.0
-GAP_Y = 46.0
+GAP_Y = 40.0
 MARGIN = 12.0
 _SWEEPS = 8
 _SHIFTS = 12
@@ -40,7 +41,7 @@ _AVERAGE = 600
 
 
 def text_width(text: str, size: float, *, mono: bool = False) -> float:
-    """Width of one line of text in pixels at a font size, from a table: no font is at hand where a report is written."""
+    """Width of a line of text in pixels at a font size, from a table, as the writer of a report may have no font."""
     if mono:
         return len(text) * size * 0.602
     return sum(_WIDTHS.get(character, _AVERAGE) for character in text) * size / 1000.0
@@ -88,7 +89,7 @@ class Layout:
 
 
 def amount(value: Any, unit: str) -> str:
-    """`12.6 MB`, `3.2 GFLOP`; text (a symbolic size) stays as it is with the unit behind it, None and 0 give nothing."""
+    """`12.6 MB`, `3.2 GFLOP`; text (a symbolic size) stays as it is with the unit behind it; None and 0 give ""."""
     if value is None or value == 0 or value == "":
         return ""
     if isinstance(value, str):
@@ -190,7 +191,7 @@ def _box(node: dict[str, Any]) -> Box:
     label = str(node.get("label", node["id"]))
     detail = " · ".join(filter(None, [amount(node.get("bytes"), "B"), amount(node.get("flops"), "FLOP")]))
     lines = [_shorten(label, 34)] + ([_shorten(detail, 40)] if detail else [])
-    width = max(text_width(lines[0], 13), *(text_width(line, 11) for line in lines[1:]), 30.0) + 2 * PADDING_X
+    width = max(text_width(lines[0], 13) * 1.06, *(text_width(line, 11) for line in lines[1:]), 30.0) + 2 * PADDING_X
     kind = str(node.get("kind", "compute"))
     title = "\n".join(filter(None, [label, kind, str(node.get("group") or ""), detail]))
     return Box(str(node["id"]), lines, kind, title, width, len(lines) * LINE_HEIGHT + 2 * PADDING_Y)
@@ -232,7 +233,7 @@ def _sheet(
             rows[bend[2]].append(bend)
             sheet.width[bend] = 2.0
         stops: list[Hashable] = [source, *bends, target]
-        for upper, lower in zip(stops, stops[1:], strict=False):
+        for upper, lower in pairwise(stops):
             sheet.join(upper, lower)
         chains[source, target] = bends
     return sheet, chains
@@ -264,7 +265,7 @@ def _mean(values: list[Any], default: float) -> float:
 def _crossings(sheet: _Sheet) -> int:
     """Pairs of lines that cross, counted between neighbouring rows with a Fenwick tree."""
     total = 0
-    for upper, lower in zip(sheet.rows, sheet.rows[1:], strict=False):
+    for upper, lower in pairwise(sheet.rows):
         place = {item: spot for spot, item in enumerate(lower)}
         tree = [0] * (len(lower) + 1)
         seen = 0

@@ -84,9 +84,10 @@ CSS = (
 .moepdl details { margin: 8px 0; }
 .moepdl details > summary { cursor: pointer; padding: 3px 0; }
 .moepdl details > summary:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
-.moepdl details.block { border: 1px solid var(--line); border-radius: 8px; padding: 4px 14px; background: var(--panel); }
-.moepdl pre { margin: 8px 0; padding: 12px; overflow: auto; max-height: 520px; background: var(--raised); color: var(--ink);
-  border: 1px solid var(--line); border-radius: 6px; line-height: 1.45; tab-size: 4; }
+.moepdl details.block { border: 1px solid var(--line); border-radius: 8px; padding: 4px 14px;
+  background: var(--panel); }
+.moepdl pre { margin: 8px 0; padding: 12px; overflow: auto; max-height: 520px; background: var(--raised);
+  color: var(--ink); border: 1px solid var(--line); border-radius: 6px; line-height: 1.45; tab-size: 4; }
 .moepdl pre .plus { background: var(--ok-soft); display: block; }
 .moepdl pre .minus { background: var(--bad-soft); display: block; }
 .moepdl figure { margin: 10px 0 18px; padding: 14px 16px; background: var(--panel); border: 1px solid var(--line);
@@ -101,7 +102,7 @@ CSS = (
 .moepdl svg .grid { stroke: var(--grid); stroke-width: 1; }
 .moepdl svg .bar { fill: var(--bar); stroke: var(--bar-line); }
 .moepdl svg .bar.other { fill: var(--bar2); stroke: var(--bar2-line); }
-.moepdl svg .hatch { stroke: var(--ink); stroke-width: 1.4; opacity: 0.75; }
+.moepdl svg .hatch { stroke: var(--ink); stroke-width: 1.4; opacity: 0.7; fill: none; }
 .moepdl svg .early { stroke: var(--bar-line); }
 .moepdl svg .line { fill: none; stroke: var(--edge); stroke-width: 1.3; }
 .moepdl svg .line.pdl { stroke: var(--accent); stroke-width: 2.6; }

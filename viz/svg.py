@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from moe_compiler.report import EdgeRecord, VariantRecord
@@ -37,10 +38,10 @@ def edge_style(edge: EdgeRecord, variant: VariantRecord) -> str:
 
 
 def swim_lanes(variant: VariantRecord, identity: str, title: str) -> str:
-    """A band for each stream, in it a row for each launch from left to right in time; `identity` must be unique in a page.
+    """A band for each stream and in it a row for each launch, from left to right in time.
 
-    The hatched part of a bar runs before its producer has ended: a programmatic start. Without predictions the axis
-    counts units.
+    `identity` must be unique in a page. The hatched part of a bar runs before its producer has ended: a programmatic
+    start. Without predictions the axis counts units.
     """
     spans = place(variant)
     if not spans:
@@ -76,11 +77,16 @@ def swim_lanes(variant: VariantRecord, identity: str, title: str) -> str:
         parts.append(_text(x, bottom + 18, f"{tick:g}", "small", anchor="middle"))
     parts.append(_text(right + 16, bottom + 18, unit, "small"))
     first = min(span.launch.stream for span in spans)
+    drawn = [
+        (edge_style(edge, variant), _lane_edge(edge, edge_style(edge, variant), spans, rows, left, scale, identity))
+        for edge in variant.edges
+        if 0 <= edge.producer < edge.consumer < len(spans)
+    ]
+    # Long dependences run behind the bars, so that no line crosses a duration.
+    parts += [text for style, text in drawn if style == "data"]
     for span, name in zip(spans, names, strict=True):
         parts.append(_bar(span, name, rows[span.index], left, scale, predicted, span.launch.stream != first, identity))
-    for edge in variant.edges:
-        if 0 <= edge.producer < edge.consumer < len(spans):
-            parts.append(_lane_edge(edge, edge_style(edge, variant), spans, rows, left, scale, identity))
+    parts += [text for style, text in drawn if style != "data"]
     parts.append("</svg>")
     return "".join(parts)
 
@@ -169,7 +175,7 @@ def _lane_edge(
     title += f"; {edge.why}" if edge.why else ""
     title += f"; predicted gain {edge.predicted_us:.1f} µs" if edge.predicted_us is not None else ""
     head = "pdl" if style == "pdl" else "edge"
-    return f'<g><title>{escape(title)}</title><path class="line {style}" d="{path}" marker-end="url(#{identity}-{head})"/></g>'
+    return _line(title, style, path, f"{identity}-{head}")
 
 
 def _ticks(total: float) -> list[float]:
@@ -236,14 +242,19 @@ def _route(route: Route, boxes: dict[str, Box], identity: str) -> str:
     style = "pdl" if programmatic else "plain" if kind == "raw" and not route.backward else "data"
     points = route.points
     path = f"M{_n(points[0][0])} {_n(points[0][1])}"
-    for (x1, y1), (x2, y2) in zip(points, points[1:], strict=False):
+    for (x1, y1), (x2, y2) in pairwise(points):
         middle = (y1 + y2) / 2
         path += f" C{_n(x1)} {_n(middle)} {_n(x2)} {_n(middle)} {_n(x2)} {_n(y2)}"
     source, target = boxes[route.source].lines[0], boxes[route.target].lines[0]
     word = "programmatic, " if programmatic else ""
     title = f"{source} to {target}: {word}{kind}" + (f"; {route.edge['why']}" if route.edge.get("why") else "")
     head = "pdl" if programmatic else "edge"
-    return f'<g><title>{escape(title)}</title><path class="line {style}" d="{path}" marker-end="url(#{identity}-{head})"/></g>'
+    return _line(title, style, path, f"{identity}-{head}")
+
+
+def _line(title: str, style: str, path: str, marker: str) -> str:
+    shape = f'<path class="line {style}" d="{path}" marker-end="url(#{marker})"/>'
+    return f"<g><title>{escape(title)}</title>{shape}</g>"
 
 
 def _mark(route: Route) -> str:

@@ -17,7 +17,7 @@ def combine(
     tokens, hidden = y.shape
     # Whole rows where there are tokens enough for the device, else narrower programs.
     columns = columns or min(power_of_two(hidden), 2048 if tokens >= 512 else 512 if tokens >= 32 else 256)
-    constants = dict(K=attrs["k"], H=hidden, BH=columns)
+    constants = {"K": attrs["k"], "H": hidden, "BH": columns}
     operands = (pairs, None if weights is None else weights.contiguous(), y)
     warps = max(1, min(8, columns // 512)) if columns >= 1024 else 2
     start(combine_kernel, tokens * -(-hidden // columns), operands, (), constants, pdl=pdl, warps=warps, stages=1)

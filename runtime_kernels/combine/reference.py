@@ -14,7 +14,7 @@ def combine(pairs: Tensor, weights: Tensor | None, k: int, dtype: torch.dtype) -
     pairs = pairs.view(-1, k, size) if pairs.shape[0] else pairs.new_empty((0, k, size))
     compute = wide(pairs.dtype)
     if weights is None:
-        y = pairs[:, 0].to(compute, copy=True)
+        y = pairs[:, 0].to(compute, copy=True, memory_format=torch.contiguous_format)
         for j in range(1, k):
             y.add_(pairs[:, j])
         return y.to(dtype)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.down.few_kernel import down_few_kernel
-from moe_compiler.runtime_kernels.down.kernel import scatter_product_kernel
+from moe_compiler.runtime_kernels.down.kernel import down_few_kernel, scatter_product_kernel
 from moe_compiler.runtime_kernels.launching import (
     Matrix,
     Tile,
@@ -23,7 +22,7 @@ from moe_compiler.runtime_kernels.launching import (
 )
 
 
-def choose_tile(dtype: torch.dtype, mean_rows: int, device: int) -> Tile:
+def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
     """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
     if dtype is torch.float32:
         return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
@@ -71,29 +70,29 @@ def scatter_product(
     strides = [(m.inner, m.out) if inner else (m.out, m.inner) for m in (first, second)]
     operands = boxes or [what.operand for _, what in parts]
     tiles = slots(rows, experts, tile.rows)
-    constants = dict(
-        E=experts,
-        E_POW2=power_of_two(experts, 16),
-        K=depth,
-        N=columns,
-        PARTS=len(parts),
-        FIRST_E=first.stride,
-        SECOND_E=second.stride,
-        FIRST_K=strides[0][0],
-        FIRST_N=strides[0][1],
-        SECOND_K=strides[1][0],
-        SECOND_N=strides[1][1],
-        TABLE=first.table,
-        ALIGNED=first.aligned and second.aligned,
-        WIDE=first.wide or second.wide,
-        BOX=box_rows,
-        PRECISION=precision(pairs.dtype),
-        BM=tile.rows,
-        BN=tile.cols,
-        BK=tile.depth,
-        GROUP=tile.group,
-        SWAP=tile.swap,
-    )
+    constants = {
+        "E": experts,
+        "E_POW2": power_of_two(experts, 16),
+        "K": depth,
+        "N": columns,
+        "PARTS": len(parts),
+        "FIRST_E": first.stride,
+        "SECOND_E": second.stride,
+        "FIRST_K": strides[0][0],
+        "FIRST_N": strides[0][1],
+        "SECOND_K": strides[1][0],
+        "SECOND_N": strides[1][1],
+        "TABLE": first.table,
+        "ALIGNED": first.aligned and second.aligned,
+        "WIDE": first.wide or second.wide,
+        "BOX": box_rows,
+        "PRECISION": precision(pairs.dtype),
+        "BM": tile.rows,
+        "BN": tile.cols,
+        "BK": tile.depth,
+        "GROUP": tile.group,
+        "SWAP": tile.swap,
+    }
     start(
         scatter_product_kernel,
         tiles * -(-columns // tile.cols),
@@ -111,7 +110,7 @@ def down(
 ) -> None:
     """pairs [S,H] in pair order from act [S,I] in sorted row order, perm, starts, down; rows of no expert are zero."""
     pairs, starts = outs["pairs"], ins["starts"]
-    tile = tile or choose_tile(pairs.dtype, -(-pairs.shape[0] // (starts.shape[0] - 1)), pairs.device.index)
+    tile = tile or choose_tile(pairs.dtype, -(-pairs.shape[0] // (starts.shape[0] - 1)), pairs.device)
     parts = [(ins["down"], matrix(ins["down"], "down"))]
     scatter_product(pairs, ins["act"], ins["perm"], starts, parts, True, tile, pdl)
 
@@ -128,22 +127,24 @@ def down_few(
     tokens, hidden = y.shape
     size = act.shape[1]
     tile = tile or Tile(1, 8, min(256, power_of_two(size)), warps=4)
-    constants = dict(
-        ID_T=ids.stride(0),
-        ID_K=ids.stride(1),
-        K=ids.shape[1],
-        E=len(ins["down"]) if down.table else ins["down"][0].shape[0],
-        H=hidden,
-        INTER=size,
-        DOWN_E=down.stride,
-        DOWN_H=down.out,
-        DOWN_I=down.inner,
-        TABLE=down.table,
-        ALIGNED=down.aligned,
-        WIDE=down.wide,
-        BN=tile.cols,
-        BK=tile.depth,
-        AHEAD=tile.stages if tile.stages > 1 else 0,
-    )
+    constants = {
+        "ID_T": ids.stride(0),
+        "ID_K": ids.stride(1),
+        "K": ids.shape[1],
+        "E": len(ins["down"]) if down.table else ins["down"][0].shape[0],
+        "H": hidden,
+        "INTER": size,
+        "DOWN_E": down.stride,
+        "DOWN_H": down.out,
+        "DOWN_I": down.inner,
+        "TABLE": down.table,
+        "ALIGNED": down.aligned,
+        "WIDE": down.wide,
+        "BN": tile.cols,
+        "BK": tile.depth,
+        "AHEAD": tile.stages if tile.stages > 1 else 0,
+    }
     operands = (act, ids, None if weights is None else weights.contiguous(), down.operand, y)
-    start(down_few_kernel, tokens * -(-hidden // tile.cols), operands, (), constants, pdl=pdl, warps=tile.warps, stages=1)
+    start(
+        down_few_kernel, tokens * -(-hidden // tile.cols), operands, (), constants, pdl=pdl, warps=tile.warps, stages=1
+    )

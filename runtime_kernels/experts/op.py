@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_compiler.runtime_kernels.activations import check_activation
 from moe_compiler.runtime_kernels.experts import reference, stages
-from moe_compiler.runtime_kernels.library import below_autograd, define
+from moe_compiler.runtime_kernels.library import below_autograd, define, differentiable_once
 from moe_compiler.runtime_kernels.order.reference import order
 from moe_compiler.runtime_kernels.weights import ExpertWeights, num_experts, out_size, preact_size
 
@@ -206,19 +206,19 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         *tensors, preact, perm, starts = ctx.saved_tensors
         x, ids, weights, gate, up, down = _grouped(tensors, ctx.sizes)
         wanted = _grouped(ctx.needs_input_grad[2:], ctx.sizes)
         needs = [wanted[0], wanted[2], any(wanted[3]), any(wanted[4]), any(wanted[5])]
-        grad_x, grad_weights, *lists = EXPERTS_BACKWARD(
-            grad_y, x, ids, weights, gate, up, down, preact, perm, starts, *ctx.attrs[:-1], needs
-        )
+        with torch.no_grad():
+            grad_x, grad_weights, *lists = EXPERTS_BACKWARD(
+                grad_y, x, ids, weights, gate, up, down, preact, perm, starts, *ctx.attrs[:-1], needs
+            )
         flat: list[Tensor | None] = [grad_x if needs[0] else None, None, grad_weights if needs[1] else None]
         for given, grads in zip((gate, up, down), lists, strict=True):
             flat += grads if grads else [None] * len(given)
-        return None, None, *flat
+        return None, None, *differentiable_once("experts", flat, [grad_y, *tensors])
 
 
 def _grouped(flat: Any, sizes: tuple[int, int]) -> tuple[Any, Any, Any, list[Any], list[Any], list[Any]]:

@@ -1,7 +1,11 @@
 """Device code of the first expert matmuls with the activation in the epilogue.
 
-A program owns BM sorted rows of one expert and BN columns of the intermediate size. It keeps two accumulators, gate and
+`gate_up_kernel`: a program owns BM sorted rows of one expert and BN columns of the intermediate size. It keeps two accumulators, gate and
 up, over the same rows of x, which are gathered in the load (a row's token is perm[row] // k).
+
+`gate_up_few_kernel`, for few tokens: a program owns one (token, expert) pair and BN rows of gate and up. Nothing is sorted
+and no tensor core is used: with a row or two an expert the time is that of streaming the weights once, and a program's
+only dependent loads are the pair's expert id and its row of x.
 """
 
 from __future__ import annotations
@@ -117,3 +121,109 @@ def gate_up_kernel(
             tl.store(saved, gates.to(DTYPE), mask=keep)
             if GATED:
                 tl.store(saved + INTER, ups.to(DTYPE), mask=keep)
+
+
+@triton.jit
+def dot_step(
+    acc,
+    matrix,
+    row,
+    n,
+    k0,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BK: tl.constexpr,
+    BN: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """acc [BN,BK] + matrix[n, k0 : k0+BK] * row[k0 : k0+BK], in fp32."""
+    k = k0 + tl.arange(0, BK)
+    if WIDE:
+        at = n.to(tl.int64)[:, None] * STRIDE_N + k.to(tl.int64)[None, :] * STRIDE_K
+    else:
+        at = n[:, None] * STRIDE_N + k[None, :] * STRIDE_K
+    if K % BK == 0 and N % BN == 0:
+        values = tl.load(row + k).to(tl.float32)
+        tile = tl.load(matrix + at, eviction_policy="evict_first")
+    else:
+        values = tl.load(row + k, mask=k < K, other=0.0).to(tl.float32)
+        tile = tl.load(matrix + at, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    return acc + tile.to(tl.float32) * values[None, :]
+
+
+@triton.jit
+def gate_up_few_kernel(
+    x,
+    weights,
+    ids,
+    gate,
+    up,
+    act,
+    X_ROW: tl.constexpr,
+    ID_T: tl.constexpr,
+    ID_K: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    INTER: tl.constexpr,
+    GATE_E: tl.constexpr,
+    UP_E: tl.constexpr,
+    GATE_I: tl.constexpr,
+    GATE_H: tl.constexpr,
+    UP_I: tl.constexpr,
+    UP_H: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    TABLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """act[p] = f(gate_e x_t) * (up_e x_t) for pair p = t*K + j, e = ids[t,j]; zero where e is out of range.
+
+    AHEAD  0: the loop over H is unrolled; else the number of its steps whose loads are in flight
+    """
+    wait(PDL)
+    WIDTH: tl.constexpr = (INTER + BN - 1) // BN
+    pair = tl.program_id(0) // WIDTH
+    n = (tl.program_id(0) % WIDTH) * BN + tl.arange(0, BN)
+    token = pair // K
+    expert = tl.load(ids + token.to(tl.int64) * ID_T + (pair % K) * ID_K)
+    trigger(PDL)
+    DTYPE: tl.constexpr = act.dtype.element_ty
+    out = act + pair.to(tl.int64) * INTER + n
+    if (expert >= 0) & (expert < E):
+        gate_matrix = expert_matrix(gate, expert, GATE_E, TABLE, ALIGNED, DTYPE)
+        up_matrix = expert_matrix(up, expert, UP_E, TABLE, ALIGNED, DTYPE) + UP_SHIFT * UP_I
+        row = x + token.to(tl.int64) * X_ROW
+        gates = tl.zeros((BN, BK), tl.float32)
+        ups = tl.zeros((BN, BK), tl.float32)
+        if AHEAD == 0:
+            for k0 in tl.static_range(0, H, BK):
+                gates = dot_step(gates, gate_matrix, row, n, k0, H, INTER, BK, BN, GATE_I, GATE_H, WIDE)
+                if GATED:
+                    ups = dot_step(ups, up_matrix, row, n, k0, H, INTER, BK, BN, UP_I, UP_H, WIDE)
+        else:
+            for k0 in tl.range(0, H, BK, num_stages=AHEAD):
+                gates = dot_step(gates, gate_matrix, row, n, k0, H, INTER, BK, BN, GATE_I, GATE_H, WIDE)
+                if GATED:
+                    ups = dot_step(ups, up_matrix, row, n, k0, H, INTER, BK, BN, UP_I, UP_H, WIDE)
+        total = tl.sum(gates, 1)
+        if weights is not None:
+            scale = tl.load(weights + pair).to(tl.float32)
+            total *= scale
+        value = activation(total, ACTIVATION)
+        if GATED:
+            total_up = tl.sum(ups, 1)
+            if weights is not None:
+                total_up *= scale
+            value *= total_up
+        tl.store(out, value.to(DTYPE), mask=n < INTER)
+    else:
+        tl.store(out, tl.zeros((BN,), DTYPE), mask=n < INTER)

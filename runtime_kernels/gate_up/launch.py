@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_compiler.runtime_kernels.gate_up.few_kernel import gate_up_few_kernel
-from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_kernel
+from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_few_kernel, gate_up_kernel
 from moe_compiler.runtime_kernels.launching import (
     Matrix,
     Tile,
@@ -22,7 +21,7 @@ from moe_compiler.runtime_kernels.launching import (
 )
 
 
-def choose_tile(dtype: torch.dtype, mean_rows: int, device: int) -> Tile:
+def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
     """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py (cols counts gate alone)."""
     if dtype is torch.float32:
         return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
@@ -62,7 +61,7 @@ def gate_up(
     gate, up, shift = split_up(gate_list, up_list, gated)
     pairs, size = act.shape
     experts, k = ins["starts"].shape[0] - 1, attrs["k"]
-    tile = tile or choose_tile(act.dtype, -(-pairs // experts), act.device.index)
+    tile = tile or choose_tile(act.dtype, -(-pairs // experts), act.device)
     hidden = x.shape[1]
     boxes: tuple[Any, Any] = (None, None)
     box_rows = 0
@@ -80,33 +79,33 @@ def gate_up(
             boxes, box_rows = (None, None), 0
     weights = ins["weights"]
     tiles = slots(pairs, experts, tile.rows)
-    constants = dict(
-        X_ROW=x.stride(0),
-        K=k,
-        E=experts,
-        E_POW2=power_of_two(experts, 16),
-        H=hidden,
-        INTER=size,
-        GATE_E=gate.stride,
-        UP_E=up.stride,
-        GATE_I=gate.out,
-        GATE_H=gate.inner,
-        UP_I=up.out,
-        UP_H=up.inner,
-        UP_SHIFT=shift,
-        TABLE=gate.table,
-        ALIGNED=gate.aligned and up.aligned,
-        WIDE=gate.wide or up.wide,
-        BOX=box_rows,
-        GATED=gated,
-        ACTIVATION=attrs["activation"],
-        PRECISION=precision(act.dtype),
-        BM=tile.rows,
-        BN=tile.cols,
-        BK=tile.depth,
-        GROUP=tile.group,
-        SWAP=tile.swap,
-    )
+    constants = {
+        "X_ROW": x.stride(0),
+        "K": k,
+        "E": experts,
+        "E_POW2": power_of_two(experts, 16),
+        "H": hidden,
+        "INTER": size,
+        "GATE_E": gate.stride,
+        "UP_E": up.stride,
+        "GATE_I": gate.out,
+        "GATE_H": gate.inner,
+        "UP_I": up.out,
+        "UP_H": up.inner,
+        "UP_SHIFT": shift,
+        "TABLE": gate.table,
+        "ALIGNED": gate.aligned and up.aligned,
+        "WIDE": gate.wide or up.wide,
+        "BOX": box_rows,
+        "GATED": gated,
+        "ACTIVATION": attrs["activation"],
+        "PRECISION": precision(act.dtype),
+        "BM": tile.rows,
+        "BN": tile.cols,
+        "BK": tile.depth,
+        "GROUP": tile.group,
+        "SWAP": tile.swap,
+    }
     operands = (
         x,
         None if weights is None else weights.contiguous(),
@@ -135,30 +134,30 @@ def gate_up_few(
     pairs, size = act.shape
     hidden = x.shape[1]
     tile = tile or Tile(1, 8, min(512, power_of_two(hidden)), warps=4)
-    constants = dict(
-        X_ROW=x.stride(0),
-        ID_T=ids.stride(0),
-        ID_K=ids.stride(1),
-        K=ids.shape[1],
-        E=len(ins["gate"]) if gate.table else ins["gate"][0].shape[0],
-        H=hidden,
-        INTER=size,
-        GATE_E=gate.stride,
-        UP_E=up.stride,
-        GATE_I=gate.out,
-        GATE_H=gate.inner,
-        UP_I=up.out,
-        UP_H=up.inner,
-        UP_SHIFT=shift,
-        TABLE=gate.table,
-        ALIGNED=gate.aligned and up.aligned,
-        WIDE=gate.wide or up.wide,
-        GATED=gated,
-        ACTIVATION=attrs["activation"],
-        BN=tile.cols,
-        BK=tile.depth,
-        AHEAD=tile.stages if tile.stages > 1 else 0,
-    )
+    constants = {
+        "X_ROW": x.stride(0),
+        "ID_T": ids.stride(0),
+        "ID_K": ids.stride(1),
+        "K": ids.shape[1],
+        "E": len(ins["gate"]) if gate.table else ins["gate"][0].shape[0],
+        "H": hidden,
+        "INTER": size,
+        "GATE_E": gate.stride,
+        "UP_E": up.stride,
+        "GATE_I": gate.out,
+        "GATE_H": gate.inner,
+        "UP_I": up.out,
+        "UP_H": up.inner,
+        "UP_SHIFT": shift,
+        "TABLE": gate.table,
+        "ALIGNED": gate.aligned and up.aligned,
+        "WIDE": gate.wide or up.wide,
+        "GATED": gated,
+        "ACTIVATION": attrs["activation"],
+        "BN": tile.cols,
+        "BK": tile.depth,
+        "AHEAD": tile.stages if tile.stages > 1 else 0,
+    }
     operands = (x, None if weights is None else weights.contiguous(), ids, gate.operand, up.operand, act)
     programs = pairs * -(-size // tile.cols)
     start(gate_up_few_kernel, programs, operands, (), constants, pdl=pdl, warps=tile.warps, stages=1)

@@ -13,5 +13,5 @@ def grad_input_weights(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[st
     x, pairs = row_major(ins["x"]), ins["pairs"]
     check_dtype(x.dtype, "x")
     count, hidden = pairs.shape
-    constants = dict(X_ROW=x.stride(0), K=attrs["k"], H=hidden, BH=min(1024, power_of_two(hidden)))
+    constants = {"X_ROW": x.stride(0), "K": attrs["k"], "H": hidden, "BH": min(1024, power_of_two(hidden))}
     start(grad_input_weights_kernel, count, (x, pairs, outs["grad_weights"]), (), constants, pdl=pdl, stages=1)

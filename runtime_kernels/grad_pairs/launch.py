@@ -11,7 +11,7 @@ from moe_compiler.runtime_kernels.gate_up.launch import split_up
 from moe_compiler.runtime_kernels.launching import Tile, capability
 
 
-def choose_tile(dtype: torch.dtype, mean_rows: int, device: int) -> Tile:
+def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
     """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
     if dtype is torch.float32:
         return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
@@ -36,5 +36,5 @@ def grad_pairs(
     parts = [(ins["gate"], gate)]
     if attrs["gated"] and not shift:
         parts.append((ins["up"], up))
-    tile = tile or choose_tile(pairs.dtype, -(-pairs.shape[0] // (starts.shape[0] - 1)), pairs.device.index)
+    tile = tile or choose_tile(pairs.dtype, -(-pairs.shape[0] // (starts.shape[0] - 1)), pairs.device)
     scatter_product(pairs, ins["grad_preact"], ins["perm"], starts, parts, False, tile, pdl)

@@ -98,6 +98,7 @@ def order_scatter_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
     BQ: tl.constexpr,
+    BS: tl.constexpr,
     BB: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -111,7 +112,9 @@ def order_scatter_kernel(
     total = tl.zeros((E_POW2,), tl.int32)
     for b0 in range(0, B, BB):
         b = b0 + tl.arange(0, BB)
-        some = tl.load(counts + b.to(tl.int64)[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0)
+        some = tl.load(
+            counts + b.to(tl.int64)[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0
+        )
         total += tl.sum(some, 0)
         earlier += tl.sum(tl.where((b < block)[:, None], some, 0), 0)
     begin = tl.cumsum(total, 0) - total
@@ -121,10 +124,12 @@ def order_scatter_kernel(
     expert = load_experts(ids, pair, S, ID_T, ID_K, K, E)
     row = tl.gather(begin + earlier, tl.minimum(expert, E_POW2 - 1), 0)
     row = tl.where(expert < E, row, valid + block * BLOCK - tl.sum(earlier, 0))
-    for s0 in tl.static_range(0, BLOCK, BQ):
-        other = block * BLOCK + s0 + tl.arange(0, BQ)
+    before = tl.zeros((BQ, BS), tl.int32)
+    for s0 in range(0, first + BQ, BS):
+        other = block * BLOCK + s0 + tl.arange(0, BS)
         same = load_experts(ids, other, S, ID_T, ID_K, K, E)[None, :] == expert[:, None]
-        row += tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), 1)
+        before += (same & (other[None, :] < pair[:, None])).to(tl.int32)
+    row += tl.sum(before, 1)
     trigger(PDL)
     tl.store(perm + row, pair, mask=pair < S)
     if tl.program_id(0) == 0:

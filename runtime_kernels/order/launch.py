@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.launching import power_of_two, start
 from moe_compiler.runtime_kernels.order.kernel import order_count_kernel, order_kernel, order_scatter_kernel
-from moe_compiler.runtime_kernels.order.reference import ORDER_BLOCK
+from moe_compiler.runtime_kernels.order.reference import ORDER_BLOCK, ORDER_FEW, order_blocks
 
 
 def _layout(ids: Tensor) -> dict[str, int]:
-    return dict(ID_T=ids.stride(0), ID_K=ids.stride(1), K=ids.shape[1])
+    return {"ID_T": ids.stride(0), "ID_K": ids.stride(1), "K": ids.shape[1]}
 
 
 def order(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool) -> None:
-    """perm int32 [S], starts int32 [E+1] from ids [T,k]; meant for up to ORDER_FEW pairs, its work grows as S squared.
+    """perm int32 [S], starts int32 [E+1] from ids [T,k].
 
-    Raises ValueError when S * (E+1) does not fit 32 bits.
+    Meant for up to ORDER_FEW pairs, in one kernel whose work grows as S squared; with more it starts the two kernels.
     """
     ids, experts = ins["ids"], attrs["num_experts"]
     pairs = ids.numel()
-    if pairs * (experts + 1) >= 2**31:
-        raise ValueError(f"order: {pairs} pairs are too many for one kernel; use order_count and order_scatter")
+    if pairs > ORDER_FEW:
+        counts = torch.empty((order_blocks(pairs), experts), dtype=torch.int32, device=ids.device)
+        order_count({"counts": counts}, ins, attrs, pdl=pdl)
+        order_scatter(outs, {**ins, "counts": counts}, attrs, pdl=pdl)
+        return
     constants = dict(**_layout(ids), E=experts, BQ=8, BS=min(1024, power_of_two(pairs, 16)))
     programs = -(-(pairs + experts + 1) // 8)
     start(order_kernel, programs, (ids, outs["perm"], outs["starts"]), (pairs,), constants, pdl=pdl, stages=1)
@@ -41,10 +45,16 @@ def order_count(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any]
 def order_scatter(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool) -> None:
     """perm int32 [S], starts int32 [E+1] from ids [T,k] and counts [B,E]."""
     ids, counts, experts = ins["ids"], ins["counts"], attrs["num_experts"]
-    share = 128
+    share = 64
     padded = power_of_two(experts, 16)
     constants = dict(
-        **_layout(ids), E=experts, E_POW2=padded, BLOCK=ORDER_BLOCK, BQ=share, BB=max(1, min(32, 8192 // padded))
+        **_layout(ids),
+        E=experts,
+        E_POW2=padded,
+        BLOCK=ORDER_BLOCK,
+        BQ=share,
+        BS=128,
+        BB=max(1, min(32, 8192 // padded)),
     )
     # Without any pair one program still writes the starts.
     programs = max(1, counts.shape[0] * (ORDER_BLOCK // share))

@@ -22,19 +22,19 @@ def _constants(attrs: dict[str, Any], experts: int, k: int, tokens: int) -> tupl
         raise ValueError(f"k = {k} experts a token of {experts}")
     padded = power_of_two(experts)
     block, warps = _tokens_a_program(tokens, padded)
-    constants = dict(
-        E=experts,
-        E_POW2=padded,
-        K=k,
-        K_POW2=power_of_two(k),
-        BT=block,
-        SCORE=attrs["score"],
-        BEFORE=attrs["order"] == "before",
-        RENORMALIZE=bool(attrs["renormalize"]),
-        EPS=float(attrs["eps"]),
-        SCALE=float(attrs["scale"]),
-        SCORE_DTYPE=triton_dtype(attrs["score_dtype"], "score_dtype"),
-    )
+    constants = {
+        "E": experts,
+        "E_POW2": padded,
+        "K": k,
+        "K_POW2": power_of_two(k),
+        "BT": block,
+        "SCORE": attrs["score"],
+        "BEFORE": attrs["order"] == "before",
+        "RENORMALIZE": bool(attrs["renormalize"]),
+        "EPS": float(attrs["eps"]),
+        "SCALE": float(attrs["scale"]),
+        "SCORE_DTYPE": triton_dtype(attrs["score_dtype"], "score_dtype"),
+    }
     return constants, warps
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.library import below_autograd
+from moe_compiler.runtime_kernels.library import below_autograd, differentiable_once
 from moe_compiler.runtime_kernels.route.reference import check_route
 from moe_compiler.runtime_kernels.stage import define_stage
 
@@ -54,10 +54,11 @@ class _Route(torch.autograd.Function):
         return weights, ids
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_weights: Tensor, _grad_ids: Any) -> tuple[Any, ...]:
         logits, ids = ctx.saved_tensors
-        return ROUTE_BACKWARD(grad_weights, logits, ids, *ctx.attrs), *[None] * 8
+        with torch.no_grad():
+            grad = ROUTE_BACKWARD(grad_weights, logits, ids, *ctx.attrs)
+        return *differentiable_once("route", [grad], [grad_weights, logits]), *[None] * 8
 
 
 def _autograd(logits: Tensor, k: int, *attrs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reports built by hand, as the backend would fill them: a decoder of 32 MoE layers with one near miss, and small ones."""
+"""Reports built by hand, as the backend fills them: a decoder of 32 MoE layers with one near miss, and small ones."""
 
 from __future__ import annotations
 
@@ -218,9 +218,12 @@ def hostile() -> Report:
     report.environment = {evil: evil}
     report.graphs = [GraphRecord(0, "captured", "capture", evil)]
     report.dags = [
-        DagRecord(evil, [{"id": evil, "label": evil, "kind": evil, "bytes": evil, "flops": None}, {"id": "b", "label": "b"}],
-                  [{"source": evil, "target": "b", "kind": evil}])
-    ]  # fmt: skip
+        DagRecord(
+            evil,
+            [{"id": evil, "label": evil, "kind": evil, "bytes": evil, "flops": None}, {"id": "b", "label": "b"}],
+            [{"source": evil, "target": "b", "kind": evil}],
+        )
+    ]
     report.schedule = [
         ChainRecord(evil, "forward", (VariantRecord(evil, None, (launch(evil.replace(" ", "_"), "a", "b"),)),))
     ]

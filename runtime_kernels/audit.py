@@ -1,0 +1,151 @@
+"""What the compiled code of a kernel does about programmatic dependent launch, read from its machine code.
+
+The source of a kernel is no proof: the compiler moves loads above a wait that stands in a pipelined loop, and drops one
+that stands in a warp-specialised loop. So the proof obligations of a launch with the PDL attribute are checked in SASS:
+
+    one wait (ACQBULK), in the entry block and unpredicated, so that every thread executes it before anything else
+    no access to global memory before it
+    the trigger (PREEXIT), if any, after it
+    no loads that bypass coherence (LDG.CONSTANT) anywhere
+    the launch attribute if and only if there is a wait
+
+Nothing here needs a GPU: `compile_offline` compiles a recorded start for any architecture, and the disassembler is the
+one that ships with triton.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_compiler.runtime_kernels.launching import Start
+
+WAIT = "ACQBULK"
+TRIGGER = "PREEXIT"
+# Opcodes (up to the first dot) that read or write global memory. Prefetches are none: they return no data.
+GLOBAL = frozenset(
+    "LD LDG LDGMC LDGSTS ST STG RED REDG REDUX_G ATOM ATOMG UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED SULD SUST TEX TLD".split()
+)
+# Opcodes after which the entry block is over.
+BRANCH = frozenset("BRA BRX JMP JMX EXIT RET CALL BREAK BSSY BSYNC BRXU JMXU KILL WARPSYNC_EXIT".split()) - {"BSSY"}
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;/]*?[^;/\s])\s*;")
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What was found in a kernel's code. `problems` is empty when every obligation is met.
+
+    waits, triggers   how many of each; attribute: whether it is launched with the PDL attribute
+    before_wait       the global accesses before the first wait (all of them when there is none)
+    """
+
+    kernel: str
+    attribute: bool
+    waits: int
+    triggers: int
+    before_wait: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def instructions(cubin: bytes) -> list[str]:
+    """The instructions of a cubin in their order in memory, predicates included."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)], check=True, capture_output=True, text=True
+        ).stdout
+    return [found["text"] for line in text.splitlines() if (found := _INSTRUCTION.match(line))]
+
+
+def opcode(instruction: str) -> str:
+    """The opcode with its modifiers, without predicate and operands: "LDG.E.128"."""
+    words = instruction.split()
+    return words[1] if words[0].startswith("@") else words[0]
+
+
+def audit(compiled: Any) -> AuditResult:
+    """Check the code of a compiled kernel (what `triton.compile` or a launch returns)."""
+    attribute = bool(getattr(compiled.metadata, "launch_pdl", False))
+    return audit_code(compiled.metadata.name, instructions(compiled.asm["cubin"]), attribute)
+
+
+def audit_code(kernel: str, code: Sequence[str], attribute: bool) -> AuditResult:
+    """Check a list of instructions; see the module's docstring for the obligations."""
+    codes = [opcode(text) for text in code]
+    kinds = [name.split(".")[0] for name in codes]
+    waits = [i for i, kind in enumerate(kinds) if kind == WAIT]
+    triggers = [i for i, kind in enumerate(kinds) if kind == TRIGGER]
+    first = waits[0] if waits else len(code)
+    before = tuple(code[i] for i in range(first) if kinds[i] in GLOBAL)
+    problems = []
+    if attribute != bool(waits):
+        problems.append(
+            "launched with the PDL attribute but never waits"
+            if attribute
+            else "waits, but is launched without the attribute"
+        )
+    if waits:
+        if len(waits) > 1:
+            problems.append(f"{len(waits)} waits, expected one")
+        if code[first].startswith("@"):
+            problems.append(f"the wait is predicated: {code[first]}")
+        if left := [code[i] for i in range(first) if kinds[i] in BRANCH]:
+            problems.append(f"control flow before the wait: {left[0]}")
+        if before:
+            problems.append(f"global memory is accessed before the wait: {before[0]}")
+    if triggers and (not waits or triggers[0] < first):
+        problems.append("the trigger comes before the wait")
+    if attribute or waits:
+        if bypassing := [
+            text for text, name in zip(code, codes, strict=True) if name.startswith("LDG") and "CONSTANT" in name
+        ]:
+            problems.append(f"a load bypasses coherence: {bypassing[0]}")
+    return AuditResult(kernel, attribute, len(waits), len(triggers), before, tuple(problems))
+
+
+def compile_offline(start: Start, arch: int = 90) -> Any:
+    """Compile a recorded start for compute capability `arch`; needs no GPU. Operands count only by type and alignment."""
+    names = start.kernel.arg_names
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {**start.constants, "PDL": start.pdl}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, (name, operand) in enumerate(zip(names, start.operands, strict=False)):
+        if operand is None:
+            constants[name] = None
+        elif isinstance(operand, TensorDescriptor):
+            signature[name] = f"tensordesc<{_NAMES[operand.base.dtype]}{list(operand.block_shape)}>"
+        else:
+            signature[name] = f"*{_NAMES[operand.dtype]}"
+            if operand.data_ptr() % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    for name in names[len(start.operands) : len(start.operands) + len(start.numbers)]:
+        signature[name] = "i32"
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(start.kernel, {name: signature[name] for name in names}, constants, attributes)
+    options = {"num_warps": start.warps, "num_stages": start.stages, "launch_pdl": start.pdl}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -1,0 +1,109 @@
+"""Launch of the gradient through the down projection and the activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_compiler.runtime_kernels.grad_act.kernel import grad_act_kernel, sum_parts_kernel
+from moe_compiler.runtime_kernels.launching import (
+    Tile,
+    box,
+    capability,
+    matrix,
+    power_of_two,
+    precision,
+    row_major,
+    slots,
+    start,
+)
+
+
+def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
+    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
+    if dtype is torch.float32:
+        return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
+    fast = capability(device) >= 90
+    if mean_rows <= 16:
+        return Tile(16, 64, 128, warps=4, stages=4)
+    if mean_rows <= 48:
+        return Tile(32, 128, 128, warps=4, stages=3)
+    if mean_rows <= 96:
+        return Tile(64, 128, 64, warps=4, stages=3, group=4)
+    if fast:
+        return Tile(128, 128, 64, warps=8, stages=3, group=8, tma=True)
+    return Tile(128, 128, 64, warps=8, stages=3, group=8)
+
+
+def grad_act(
+    outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
+) -> None:
+    """grad_preact [S,N] and, where given, act [S,I] and grad_weights [T,k] fp32, from grad_y [T,H] of any float dtype.
+
+    grad_weights takes a second small launch when the intermediate size spans several column tiles.
+    """
+    grad_preact, act, grad_weights = outs["grad_preact"], outs.get("act"), outs.get("grad_weights")
+    weights, starts = ins["weights"], ins["starts"]
+    if weights is None or (grad_weights is not None and not grad_weights.numel()):
+        grad_weights = None
+    grad_y, dtype = row_major(ins["grad_y"]), grad_preact.dtype
+    down = matrix(ins["down"], "down")
+    pairs, width = grad_preact.shape
+    size = width // 2 if attrs["gated"] else width
+    experts, hidden = starts.shape[0] - 1, grad_y.shape[1]
+    tile = tile or choose_tile(dtype, -(-pairs // experts), grad_preact.device)
+    columns = -(-size // tile.cols)
+    sums = grad_weights
+    if grad_weights is not None and columns > 1:
+        sums = torch.empty((columns, pairs), dtype=torch.float32, device=grad_preact.device)
+    descriptor, box_rows = None, 0
+    if tile.tma and hidden % tile.depth == 0:
+        transposed = down.inner != 1
+        box_rows = size if transposed else hidden
+        block = (tile.cols, tile.depth) if transposed else (tile.depth, tile.cols)
+        descriptor = box(ins["down"], down, box_rows, transposed, block)
+        box_rows = box_rows if descriptor is not None else 0
+    tiles = slots(pairs, experts, tile.rows)
+    constants = {
+        "Y_ROW": grad_y.stride(0),
+        "K": attrs["k"],
+        "E": experts,
+        "E_POW2": power_of_two(experts, 16),
+        "H": hidden,
+        "INTER": size,
+        "DOWN_E": down.stride,
+        "DOWN_H": down.out,
+        "DOWN_I": down.inner,
+        "TABLE": down.table,
+        "ALIGNED": down.aligned,
+        "WIDE": down.wide,
+        "BOX": box_rows,
+        "GATED": attrs["gated"],
+        "ACTIVATION": attrs["activation"],
+        "PRECISION": precision(dtype),
+        "BM": tile.rows,
+        "BN": tile.cols,
+        "BK": tile.depth,
+        "GROUP": tile.group,
+        "SWAP": tile.swap,
+        # About 32 columns at a time for a warp's rows keeps the epilogue in registers.
+        "PIECES": max(1, min(tile.cols // 32, tile.rows * tile.cols // tile.warps // 512)),
+    }
+    operands = (
+        grad_y,
+        None if weights is None else weights.contiguous(),
+        ins["preact"],
+        ins["perm"],
+        starts,
+        down.operand if descriptor is None else descriptor,
+        grad_preact,
+        act,
+        sums,
+    )
+    numbers = (pairs, tiles)
+    start(grad_act_kernel, tiles * columns, operands, numbers, constants, pdl=pdl, warps=tile.warps, stages=tile.stages)
+    if sums is not grad_weights:
+        operands = (sums, grad_weights)
+        constants = {"PARTS": columns, "BLOCK": 256}
+        start(sum_parts_kernel, -(-pairs // 256), operands, (pairs,), constants, pdl=pdl, warps=4, stages=1)

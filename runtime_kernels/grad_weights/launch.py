@@ -1,0 +1,109 @@
+"""Launches of the gradients of the expert weights; they write with the strides, or the addresses, of the given tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_compiler.runtime_kernels.grad_weights.kernel import grad_weights_kernel
+from moe_compiler.runtime_kernels.launching import Matrix, Tile, capability, matrix, precision, row_major, start
+
+
+def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
+    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py; depth counts rows."""
+    if dtype is torch.float32:
+        return Tile(32, 32, 32, stages=2)
+    if mean_rows <= 16:
+        return Tile(64, 128, 16, warps=4, stages=2, group=8)
+    if mean_rows <= 48:
+        return Tile(128, 128, 32, warps=8, stages=2, group=8)
+    if capability(device) >= 90:
+        return Tile(128, 256, 64, warps=8, stages=3, group=8)
+    return Tile(128, 128, 32, warps=8, stages=3, group=8)
+
+
+def _grad(
+    parts: Sequence[Matrix],
+    sizes: tuple[int, int],
+    tokens: Tensor,
+    weights: Tensor | None,
+    ordered: Tensor,
+    ins: dict[str, Any],
+    k: int,
+    tokens_on_m: bool,
+    start_column: int,
+    tile: Tile,
+    pdl: bool,
+) -> None:
+    experts = ins["starts"].shape[0] - 1
+    rows, columns = sizes
+    tokens = row_major(tokens)
+    constants = {
+        "TOKEN_ROW": tokens.stride(0),
+        "ORDERED_ROW": ordered.shape[1],
+        "K": k,
+        "M": rows,
+        "N": columns,
+        "PARTS": len(parts),
+        "FROM": start_column,
+        "PART_E": parts[0].stride,
+        "STRIDE_M": parts[0].out,
+        "STRIDE_N": parts[0].inner,
+        "TABLE": parts[0].table,
+        "ALIGNED": all(part.aligned for part in parts),
+        "WIDE": any(part.wide for part in parts),
+        "TOKENS_ON_M": tokens_on_m,
+        "PRECISION": precision(ordered.dtype),
+        "BM": tile.rows,
+        "BN": tile.cols,
+        "BK": tile.depth,
+        "GROUP": tile.group,
+    }
+    operands = (
+        tokens,
+        None if weights is None else weights.contiguous(),
+        ordered,
+        ins["perm"],
+        ins["starts"],
+        parts[0].operand,
+        parts[-1].operand,
+    )
+    programs = experts * len(parts) * -(-rows // tile.rows) * -(-columns // tile.cols)
+    start(grad_weights_kernel, programs, operands, (), constants, pdl=pdl, warps=tile.warps, stages=tile.stages)
+
+
+def grad_down(
+    outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
+) -> None:
+    """grad_down like down from grad_y [T,H] of any float dtype and act [S,I] in sorted row order."""
+    act, grads = ins["act"], outs["grad_down"]
+    experts = ins["starts"].shape[0] - 1
+    tile = tile or choose_tile(act.dtype, -(-act.shape[0] // experts), act.device)
+    part = matrix(grads, "grad_down", written=True)
+    sizes = (grads[0].shape[-2], grads[0].shape[-1])
+    _grad([part], sizes, ins["grad_y"], None, act, ins, attrs["k"], True, 0, tile, pdl)
+
+
+def grad_gate_up(
+    outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
+) -> None:
+    """grad_gate like gate, grad_up like up (an empty list if up is) from x [T,H] and grad_preact [S,N]."""
+    grad_preact, grads, grads_up = ins["grad_preact"], outs["grad_gate"], outs.get("grad_up")
+    experts = ins["starts"].shape[0] - 1
+    tile = tile or choose_tile(grad_preact.dtype, -(-grad_preact.shape[0] // experts), grad_preact.device)
+    sizes = (grads[0].shape[-2], grads[0].shape[-1])
+    gate = matrix(grads, "grad_gate", written=True)
+    common = (ins["x"], ins["weights"], grad_preact, ins, attrs["k"], False)
+    if not grads_up:
+        _grad([gate], sizes, *common, 0, tile, pdl)
+        return
+    up = matrix(grads_up, "grad_up", written=True)
+    layouts = {(part.stride, part.out, part.inner, part.table) for part in (gate, up)}
+    if len(layouts) == 1:
+        _grad([gate, up], sizes, *common, 0, tile, pdl)
+        return
+    _grad([gate], sizes, *common, 0, tile, pdl)
+    _grad([up], sizes, *common, sizes[0], tile, pdl)
