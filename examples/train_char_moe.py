@@ -17,6 +17,7 @@ token elsewhere: after some steps two runs of eager itself part. So eager runs t
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import sysconfig
 import time
@@ -168,7 +169,11 @@ def smooth(losses: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def verdict(one: Sequence[float], two: Sequence[float], ours: Sequence[float]) -> tuple[bool, list[str]]:
-    """Whether `ours` agrees with eager on one and on two threads, and the two sentences that say so."""
+    """Whether `ours` agrees with eager on one and on two threads, and the sentences that say so."""
+    if not all(map(math.isfinite, ours)):  # max() would pass over a NaN
+        return False, [
+            f"step {next(i for i, v in enumerate(ours) if not math.isfinite(v)) + 1}: the loss is not finite"
+        ]
     early = max(abs(a - b) for a, b in zip(two[:CLOSE_STEPS], ours[:CLOSE_STEPS], strict=True))
     lines = [f"first {min(CLOSE_STEPS, len(ours))} steps: largest difference {early:.1e}, allowed {CLOSE:.0e}"]
     good = early <= CLOSE
@@ -188,7 +193,8 @@ def verdict(one: Sequence[float], two: Sequence[float], ours: Sequence[float]) -
 def sparkline(losses: Sequence[float], low: float, high: float, width: int = 72) -> str:
     """The curve in one line of text, on the scale from low to high."""
     marks = "▁▂▃▄▅▆▇█"
-    picks = [losses[i * (len(losses) - 1) // max(width - 1, 1)] for i in range(min(width, len(losses)))]
+    count = min(width, len(losses))
+    picks = [losses[i * (len(losses) - 1) // max(count - 1, 1)] for i in range(count)]
     return "".join(marks[min(7, int(8 * (v - low) / (high - low + 1e-9)))] for v in picks)
 
 

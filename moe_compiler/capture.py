@@ -107,6 +107,8 @@ def _write_constants(module: GraphModule) -> None:
             written.meta = dict(node.meta)
             node.replace_all_uses_with(written)
             module.graph.erase_node(node)
+            if not any(n.op == "get_attr" and n.target == node.target for n in module.graph.nodes):
+                delattr(module, str(node.target))
         else:
             from torch._dynamo.source import ConstantSource
 

@@ -210,7 +210,7 @@ def _show(report: Report, as_json: bool) -> None:
 def _passes(options: argparse.Namespace) -> int:
     from moe_compiler.pipeline import PIPELINE
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "order": order,
             "phase": "before autograd" if phase == "capture" else "forward and backward",

@@ -45,4 +45,4 @@ def stage_cost(stage: str, sizes: Mapping[str, int]) -> StageCost:
     """The cost of a stage for a block of these sizes (k, E, H, I, N, w); T stays symbolic. Raises KeyError."""
     moved, flops = _COSTS[stage]
     values = {symbol: sizes[symbol.name] for symbol in (K, E, H, I, N, W) if symbol.name in sizes}
-    return StageCost(bytes=sympy.simplify(moved.subs(values)), flops=sympy.simplify(flops.subs(values)))
+    return StageCost(bytes=moved.subs(values), flops=flops.subs(values))

@@ -18,7 +18,7 @@ from moe_compiler.cost import stage_cost
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.report import DagRecord
 
-__all__ = ["build_dag", "convex", "neighbourhood", "stage_sizes", "to_record"]
+__all__ = ["build_dag", "convex", "neighbourhood", "stage_sizes", "to_record", "without_getitems"]
 
 
 def _storages(node: Node) -> set[object]:
@@ -120,8 +120,23 @@ def stage_sizes(node: Node) -> dict[str, int]:
     return sizes
 
 
+def without_getitems(dag: nx.DiGraph) -> nx.DiGraph:
+    """The DAG with every getitem merged into the call whose result it names."""
+    merged = nx.DiGraph()
+    owner = {node: node for node in dag}
+    for node in dag:
+        while op_name(owner[node]) == "getitem" and owner[node].args[0] in dag:
+            owner[node] = owner[node].args[0]
+    merged.add_nodes_from(dict.fromkeys(owner[node] for node in dag))
+    for source, target, data in dag.edges(data=True):
+        if owner[source] is not owner[target]:
+            merged.add_edge(owner[source], owner[target], kind=data["kind"])
+    return merged
+
+
 def to_record(dag: nx.DiGraph, direction: str) -> DagRecord:
-    """The DAG as plain values, stages with their bytes and FLOPs in T."""
+    """The DAG as plain values: stages with their bytes and FLOPs in T, results merged into the calls that make them."""
+    dag = without_getitems(dag)
     nodes, edges = [], []
     block_k = {int(s["k"]) for s in (stage_sizes(n) for n in dag if _is_stage(n)) if "k" in s}
     for node in dag:

@@ -16,11 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import json
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,20 @@ class Result:
     def passes(self, way: str, dtype: str) -> bool:
         # Written so that a NaN fails.
         return self.errors[way] <= self.limit(dtype)
+
+    def to_dict(self, dtype: str) -> dict[str, Any]:
+        """What `--json` prints of this workload."""
+        return {
+            "name": self.workload.name,
+            "shape": list(self.workload.ids_BS.shape),
+            "train": self.workload.train,
+            "median_ms": {way: timing.milliseconds(samples) for way, samples in self.seconds.items()},
+            "moepdl_over_inductor": asdict(timing.ratio(self.seconds["moepdl"], self.seconds["inductor"])),
+            "errors": self.errors,
+            "right": self.passes("moepdl", dtype),
+            "near_ties": self.near_ties,
+            "choices": self.choices,
+        }
 
 
 def backend_or_function(name: str) -> Any:
@@ -355,6 +370,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=list(TOLERANCE), help="default: float32 on a CPU, bfloat16 on CUDA")
     p.add_argument("--backend", default="moepdl", help="what stands in the third column")
     p.add_argument("--seconds", type=float, default=3.0, help="time to measure for, a workload")
+    p.add_argument("--json", action="store_true", help="print the results as JSON")
     p.add_argument("--out", default="out/demo", help="folder for reports and dumps (default out/demo)")
     return p
 
@@ -365,7 +381,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     ignore_known_warnings()
-
     device = arguments.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -384,48 +399,66 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    env = timing.environment(device)
-    print(", ".join(f"{name} {version}" for name, version in env.items()))
+    environment = timing.environment(device)
     count = sum(p.numel() for p in model.parameters()) / 1e6
-    print(
+    described = (
         f"Qwen3-MoE decoder: {arguments.layers} layers, {count:.0f} M parameters, hidden {sizes['hidden_size']}, "
         f"{sizes['num_experts']} experts of {sizes['moe_intermediate_size']}, {sizes['num_experts_per_tok']} a token, "
-        f"{dtype}, written as {arguments.experts}\n"
+        f"{dtype}, written as {arguments.experts}"
     )
+    if not arguments.json:
+        print(", ".join(f"{name} {version}" for name, version in environment.items()))
+        print(described, end="\n\n")
     with Progress("demo") as progress:
         progress.step("float64 twin")
         exact = Exact(model)
         jobs = workloads(device, sizes["vocab_size"])
         results = [run_workload(model, exact, job, arguments, progress) for job in jobs]
+    saved = _save_reports(results, Path(arguments.out))
+    right = all(result.passes("moepdl", dtype) for result in results)
+    if arguments.json:
+        rows = [result.to_dict(dtype) for result in results]
+        paths = [str(path) for path in saved]
+        print(
+            json.dumps({"model": described, "environment": environment, "workloads": rows, "reports": paths}, indent=1)
+        )
+    else:
+        _print_results(results, dtype, saved)
+    return 0 if right else 1
+
+
+def _save_reports(results: list[Result], out: Path) -> list[Path]:
+    """One file a compiled graph, in folder out; the full paths."""
+    saved = []
+    for result in results:
+        for i, report in enumerate(result.reports):
+            suffix = f"-{i}" if len(result.reports) > 1 else ""
+            saved.append(report.save(out / f"{result.workload.name}{suffix}.html").resolve())
+    return saved
+
+
+def _print_results(results: list[Result], dtype: str, saved: list[Path]) -> None:
     print(table(results))
     print("\nmedians of calls in turns; errors against float64, relative: eager / Inductor / moepdl")
-    return _verdict(results, dtype, Path(arguments.out))
-
-
-def _verdict(results: list[Result], dtype: str, out: Path) -> int:
-    right = True
     for result in results:
         name = result.workload.name
         if result.near_ties:
             ties = f"{result.near_ties} of {result.choices} choices"
             print(f"{name}: in {ties} eager's experts are not float64's (near ties)")
         if not result.passes("moepdl", dtype):
-            right = False
             print(f"{name}: WRONG: error {result.errors['moepdl']:.2e} is above {result.limit(dtype):.2e}")
-    if right:
+    if all(result.passes("moepdl", dtype) for result in results):
         print(f"all outputs are right: error at most {FACTOR} x eager's + {TOLERANCE[dtype]:.0e}")
-    paths = []
-    for result in results:
-        for i, report in enumerate(result.reports):
-            suffix = f"-{i}" if len(result.reports) > 1 else ""
-            # One in full; the others have the same blocks.
-            print(f"\n{result.workload.name}: {report.summary() if paths else report}")
-            paths.append(report.save(out / f"{result.workload.name}{suffix}.html"))
-    if paths:
-        print("\nreports:", *(str(path.resolve()) for path in paths), sep="\n  ")
     faster = [statistics.median(r.seconds["moepdl"]) < statistics.median(r.seconds["inductor"]) for r in results]
-    print(f"moepdl faster than Inductor in {sum(faster)} of {len(faster)} workloads")
-    return 0 if right else 1
+    print(f"moepdl is faster than Inductor in {sum(faster)} of {len(faster)} workloads\n")
+    first = True
+    for result in results:
+        for report in result.reports:
+            # One in full; the others have the same blocks.
+            print(f"{result.workload.name}: {report if first else report.summary()}")
+            first = False
+    if saved:
+        print("\nreports:", *saved, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -51,12 +51,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _by_phase(graphs: Iterable[GraphRecord]) -> list[GraphRecord]:
+    phases = ("capture", "forward", "backward")
+    return sorted(graphs, key=lambda graph: phases.index(graph.phase) if graph.phase in phases else len(phases))
+
+
 def graph_files(graphs: Iterable[GraphRecord]) -> dict[str, str]:
     """File name -> text, numbered through all phases: `03_raise_moe.py` for capture, `05_forward_lower.py` after."""
-    phases = ("capture", "forward", "backward")
-    ordered = sorted(graphs, key=lambda graph: phases.index(graph.phase) if graph.phase in phases else len(phases))
     files = {}
-    for number, graph in enumerate(ordered):
+    for number, graph in enumerate(_by_phase(graphs)):
         phase = "" if graph.phase == "capture" else f"{graph.phase}_"
         files[f"{number:02d}_{phase}{graph.name}.py"] = graph.code
     return files
@@ -111,7 +114,9 @@ def dump_files(report: Report) -> dict[str, str]:
     files["timeline.json"] = _json(timeline.trace(stable))
     files["report.html"] = html.render(stable)
     files["report.txt"] = f"{stable}\n"
-    files["report.json"] = stable.to_json()
+    # The code lies beside it; a whole model's would double the folder.
+    bare = [dataclasses.replace(graph, code="", lines=graph.lines) for graph in _by_phase(report.graphs)]
+    files["report.json"] = dataclasses.replace(stable, graphs=bare, repro="").to_json()
     if stable.repro:
         files["repro.py"] = stable.repro
     return files
@@ -171,7 +176,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def load_report(frame: str | Path) -> Report:
-    """The report of one frame folder, with the times of `timings.json` where that file is present.
+    """The report of one frame folder, with the code of its graph files and the times of `timings.json`.
 
     Raises MoepdlError when the folder holds no report that this version can read.
     """
@@ -183,6 +188,14 @@ def load_report(frame: str | Path) -> Report:
             f"{frame / 'report.json'} cannot be read: {error}", try_="write the dump again with this version"
         ) from error
     report.dump_folder = str(frame)
+    repro = frame / "repro.py"
+    report.repro = repro.read_text(encoding="utf-8") if repro.is_file() else ""
+    files = numbered(frame)
+    if len(files) == len(report.graphs):
+        report.graphs = [
+            dataclasses.replace(graph, code=path.read_text(encoding="utf-8"))
+            for graph, path in zip(report.graphs, files, strict=True)
+        ]
     timings = frame / "timings.json"
     if timings.is_file():
         seconds = [entry[2] for entry in json.loads(timings.read_text(encoding="utf-8"))]
@@ -236,5 +249,5 @@ def _pass_of(file: str) -> str:
 
 
 def _diff(before: Path, after: Path) -> str:
-    lines = [path.read_text(encoding="utf-8").splitlines() for path in (before, after)]
-    return "\n".join(difflib.unified_diff(*lines, before.name, after.name, n=1, lineterm="")) + "\n"
+    old, new = (path.read_text(encoding="utf-8").splitlines() for path in (before, after))
+    return "\n".join(difflib.unified_diff(old, new, before.name, after.name, n=1, lineterm="")) + "\n"

@@ -196,12 +196,13 @@ class GraphFile:
 
         A recorded tensor has a storage of its own, a computed view shares its base's, and passes order by storage.
         """
-        if not _is_pure(node.target):
+        target: Any = node.target
+        if not _is_pure(target):
             return recorded
         try:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value_of)
             with self.mode:
-                computed = node.target(*args, **kwargs)
+                computed = target(*args, **kwargs)
         except Exception:
             return recorded
         # Symbolic floats and bools have no spelling in a file: they are only ever computed.

@@ -220,9 +220,8 @@ def _list_results(
     offset = 0
     for parameter in writes:
         like = ins[_LIKE[parameter]]
-        count = lengths[like] if like is not None else None
-        if not count:
-            continue
+        assert like is not None
+        count = lengths[like] or 0
         name = builder.fresh(parameter)
         builder.shapes[name] = Buffer(like=like)
         outs[parameter] = name
@@ -240,7 +239,8 @@ def _positions(program: Program, outside: list[tuple[Node, int | None, str]]) ->
     for name in program.outputs:
         start[name] = at
         like = buffers[name].like
-        at += (counts[like] or 1) if like is not None and counts[like] is not None else 1
+        length = counts[like] if like is not None else None
+        at += 1 if length is None else length
     found = []
     used: dict[str, int] = {}
     for node, index, name in outside:
@@ -304,7 +304,11 @@ def to_record(chain: Chain, why: dict[str, dict[int, str]]) -> ChainRecord:
                 consumer=edge.consumer,
                 kind=edge.kind,
                 programmatic=variant.launches[edge.consumer].pdl and edge.producer == edge.consumer - 1,
-                why=why.get(variant.name, {}).get(edge.consumer, ""),
+                why=(
+                    why.get(variant.name, {}).get(edge.consumer, "")
+                    if edge.producer == edge.consumer - 1
+                    else "not neighbours: complete since the launch between them waited"
+                ),
                 through=edge.through,
             )
             for edge in edges(variant)

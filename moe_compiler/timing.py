@@ -99,17 +99,14 @@ def environment(device: str) -> dict[str, str]:
     """Versions and device ("cpu" or "cuda") that a timing belongs to, by name; what is not installed is left out."""
     import torch
 
-    found = {"python": platform.python_version()}
-    for name in ("moepdl", "torch", "triton", "transformers"):
+    from moe_compiler import __version__
+
+    found = {"moepdl": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("triton", "transformers"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    found["torch"] = str(torch.__version__)
-    if "moepdl" not in found:  # runs from a clone that was not installed
-        from moe_compiler import __version__
-
-        found["moepdl"] = __version__
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = str(torch.version.cuda)

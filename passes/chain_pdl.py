@@ -104,7 +104,7 @@ def chain_pdl(graph: Graph, context: Context) -> int:
     stages = [node for node in graph.nodes if is_stage_node(node)]
     context.report.dags.append(to_record(neighbourhood(dag, stages), direction))
     for group in _groups(graph, dag):
-        chain = build_chain(group, direction=direction, name=f"{direction}_{op_name(group[-1])}")
+        chain = build_chain(group, direction=direction, name=f"moe_{direction}")
         off = _why_off(context, chain)
         chosen, why = _programmatic(chain, off)
         chain = with_pdl(chain, chosen)

@@ -58,17 +58,15 @@ class _Expansion:
             return insert(self.node, torch.ops.prims.convert_element_type.default, (node, dtype))
 
     def replace(self, results: list[Node | list[Node] | None]) -> None:
-        """Give the users of the canonical node's results their stage; None stands for a result nobody may use."""
+        """Give the users of the canonical node's results their stage; None stands for a result that nobody reads."""
         for user in list(self.node.users):
             result = results[user.args[1]]  # type: ignore[index]
-            if isinstance(result, list):
-                for inner in list(user.users):
+            for inner in list(user.users) if isinstance(user.meta["val"], (list, tuple)) else ():
+                if isinstance(result, list):
                     inner.replace_all_uses_with(result[inner.args[1]])  # type: ignore[index]
-                    self.node.graph.erase_node(inner)
-            elif result is not None:
+                self.node.graph.erase_node(inner)
+            if isinstance(result, Node):
                 user.replace_all_uses_with(result)
-            else:
-                continue
             self.node.graph.erase_node(user)
         self.erase()
 

@@ -35,10 +35,11 @@ WAIT = "ACQBULK"
 TRIGGER = "PREEXIT"
 # Opcodes (up to the first dot) that read or write global memory. Prefetches are none: they return no data.
 GLOBAL = frozenset(
-    "LD LDG LDGMC LDGSTS ST STG RED REDG REDUX_G ATOM ATOMG UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED SULD SUST TEX TLD".split()
+    ["LD", "LDG", "LDGMC", "LDGSTS", "ST", "STG", "RED", "REDG", "ATOM", "ATOMG", "UTMALDG", "UTMASTG", "UTMAREDG"]
+    + ["UBLKCP", "UBLKRED", "SULD", "SUST", "SURED", "SUATOM", "TEX", "TLD", "TLD4"]
 )
-# Opcodes after which the entry block is over.
-BRANCH = frozenset("BRA BRX JMP JMX EXIT RET CALL BREAK BSSY BSYNC BRXU JMXU KILL WARPSYNC_EXIT".split()) - {"BSSY"}
+# Opcodes after which a thread may be elsewhere than in the entry block.
+BRANCH = frozenset(["BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU", "EXIT", "RET", "CALL", "BREAK", "BSYNC", "KILL"])
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;/]*?[^;/\s])\s*;")
 _NAMES = {
@@ -104,11 +105,8 @@ def audit_code(kernel: str, code: Sequence[str], attribute: bool) -> AuditResult
     before = tuple(code[i] for i in range(first) if kinds[i] in GLOBAL)
     problems = []
     if attribute != bool(waits):
-        problems.append(
-            "launched with the PDL attribute but never waits"
-            if attribute
-            else "waits, but is launched without the attribute"
-        )
+        problem = "launched with the PDL attribute but never waits"
+        problems.append(problem if attribute else "waits, but is launched without the attribute")
     if waits:
         if len(waits) > 1:
             problems.append(f"{len(waits)} waits, expected one")
@@ -121,9 +119,8 @@ def audit_code(kernel: str, code: Sequence[str], attribute: bool) -> AuditResult
     if triggers and (not waits or triggers[0] < first):
         problems.append("the trigger comes before the wait")
     if attribute or waits:
-        if bypassing := [
-            text for text, name in zip(code, codes, strict=True) if name.startswith("LDG") and "CONSTANT" in name
-        ]:
+        bypassing = [text for text, name in zip(code, codes, strict=True) if name[:3] == "LDG" and "CONSTANT" in name]
+        if bypassing:
             problems.append(f"a load bypasses coherence: {bypassing[0]}")
     return AuditResult(kernel, attribute, len(waits), len(triggers), before, tuple(problems))
 

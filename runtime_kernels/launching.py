@@ -157,7 +157,7 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
     if weights.is_packed:
         return Matrix(tensors[0], weights.expert_stride, out, inner, False, True, wide)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    if written or torch.cuda.is_current_stream_capturing():
+    if written or _record is not None or torch.cuda.is_current_stream_capturing():
         table = _write_table(tensors)
     else:
         table = weights.pointers()

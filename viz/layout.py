@@ -123,8 +123,8 @@ def fold(dag: DagRecord, limit: int = VISIBLE_NODES) -> tuple[DagRecord, str]:
     for edge in dag.edges:
         source, target = home.get(edge["source"]), home.get(edge["target"])
         if source is not None and target is not None and source != target:
-            key = (source, target, edge.get("kind"), bool(edge.get("programmatic")))
-            edges.setdefault(key, {**edge, "source": source, "target": target})
+            place = (source, target, edge.get("kind"), bool(edge.get("programmatic")))
+            edges.setdefault(place, {**edge, "source": source, "target": target})
     note = f"{len(dag.nodes)} nodes are folded by label into {len(nodes)}; dag.dot has all of them"
     return DagRecord(dag.direction, nodes, list(edges.values())), note
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import sympy
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
+from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.walk import (
     arg,
     is_op,
     require,
+    same_shape,
     same_size,
     shape_of,
     strip_views,
     strip_views_casts,
+    swaps_last_two,
     users_through,
     view_or_cast,
+    without_units,
 )
 
-__all__ = ["match_inverse", "match_sum_over_k", "match_weigh", "next_step"]
+__all__ = ["match_inverse", "match_sum_over_k", "match_weigh", "match_weighted_sum", "next_step"]
 
 
 def next_step(node: Node, what: str) -> Node:
@@ -35,9 +40,59 @@ def match_weigh(node: Node, rows: Node, what: str = "the experts' rows") -> Node
     require(len(operands) == 2, "the rows are scaled by a constant", node)
     others = [operand for operand in operands if operand is not rows]
     require(len(others) == 1, "the rows are not multiplied by the routing weights", node)
-    full = shape_of(node.args[0] if strip_views_casts(node.args[0]) is others[0] else node.args[1])  # type: ignore[arg-type]
-    require(bool(full) and full[-1] == 1, "the routing weight is not one number a row", node)
-    return others[0]
+    weight, row = (0, 1) if strip_views_casts(node.args[0]) is others[0] else (1, 0)  # type: ignore[arg-type]
+    full, own = shape_of(node.args[weight]), shape_of(node.args[row])  # type: ignore[arg-type]
+    fits = len(full) == len(own) and full[-1] == 1 and same_shape(full[:-1], own[:-1])
+    require(fits, "the routing weight is not one number a row", node)
+    return node.args[weight]  # type: ignore[return-value]
+
+
+def match_weighted_sum(rows: Node, tokens: sympy.Expr, k: int) -> tuple[Node, Node, Node]:
+    """sum over k of w[t, k] * rows[t, k], whatever the spelling -> (weight operand, the product's node, the sum).
+
+    A product with one number a row and a sum over k; an einsum; a bmm or matmul of [T, 1, k] and [T, k, H].
+    """
+    step = next_step(rows, "the experts' rows")
+    if swaps_last_two(step):
+        step = next_step(step, "the experts' rows")
+    found = contraction(step)
+    if found is None:
+        weight = match_weigh(step, rows)
+        return weight, step, match_sum_over_k(next_step(step, "the weighted rows"), step, tokens, k)
+    own = [_untransposed(operand) is rows for operand in (found.left, found.right)]
+    require(own.count(True) == 1, "the experts' rows are multiplied by themselves", step)
+    left = own[0]
+    operand, letters = (found.left, found.left_letters) if left else (found.right, found.right_letters)
+    weight, weight_letters = (found.right, found.right_letters) if left else (found.left, found.left_letters)
+    if swaps_last_two(operand):
+        operand, letters = operand.args[0], letters[:-2] + letters[-1] + letters[-2]  # type: ignore[assignment]
+    shape = shape_of(operand)
+    per_pair = len(letters) == len(shape) == 3 and same_shape(shape[:2], (tokens, sympy.Integer(k)))
+    require(per_pair, "the experts' rows are not summed as [T, k, H]", step)
+    t, j, h = letters
+    units = set(weight_letters + found.out_letters) - set(letters)
+    sizes = dict(zip(weight_letters, shape_of(weight), strict=False))
+    require(all(sizes.get(unit) == 1 for unit in units), "the weighted sum has a dimension of its own", step)
+    kept = "".join(letter for letter in weight_letters if letter not in units)
+    result = "".join(letter for letter in found.out_letters if letter not in units)
+    require(kept == t + j and len(weight_letters) == len(shape_of(weight)), "the routing weights are not [T, k]", step)
+    require(result == t + h, f"the product sums to {result or 'a number'}, not over k", step)
+    return weight, step, _squeezed(step)
+
+
+def _untransposed(node: Node) -> Node:
+    node = strip_views_casts(node)
+    return strip_views_casts(node.args[0]) if swaps_last_two(node) else node  # type: ignore[arg-type]
+
+
+def _squeezed(node: Node) -> Node:
+    """The node, or the view of it that drops its dimensions of size 1: the block's result is [T, H]."""
+    while len(shape_of(node)) > 2 and len(node.users) == 1:
+        user = next(iter(node.users))
+        if not view_or_cast(user) or not same_shape(without_units(shape_of(user)), without_units(shape_of(node))):
+            break
+        node = user
+    return node
 
 
 def match_sum_over_k(node: Node, rows: Node, tokens: object, k: int) -> Node:

@@ -18,28 +18,37 @@ from moe_compiler.moe_ir import Miss, op_name, size_expr
 __all__ = [
     "arg",
     "dtype_of",
+    "elements_of",
     "is_cast",
+    "is_index_cast",
     "is_op",
+    "is_zeros",
+    "item_of",
     "live_users",
+    "matrix_behind",
     "only_user",
     "producer",
     "require",
+    "same_shape",
     "same_size",
     "shape_of",
     "strip",
     "strip_casts",
+    "strip_ids",
     "strip_views",
     "strip_views_casts",
+    "swaps_last_two",
     "users_through",
+    "view_or_cast",
+    "without_units",
 ]
-
-_aten = torch.ops.aten
 
 # Operators that keep the row-major order of the elements.
 VIEWS = frozenset(
     {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "clone", "alias"}
 )
 CASTS = frozenset({"to", "_to_copy", "type_as"})
+_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def require(holds: object, reason: str, node: Node | None = None, hint: str = "") -> None:
@@ -104,6 +113,43 @@ def is_cast(node: Node) -> bool:
     )
 
 
+def is_index_cast(node: Node) -> bool:
+    """A conversion between the integer dtypes that expert ids have."""
+    if not is_op(node, *CASTS) or not isinstance(node.args[0], Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    return getattr(before, "dtype", None) in _INDEX_DTYPES and getattr(after, "dtype", None) in _INDEX_DTYPES
+
+
+def is_zeros(node: object) -> bool:
+    """A new tensor of zeros."""
+    if is_op(node, "full", "full_like", "new_full"):
+        return arg(node, "fill_value") == 0  # type: ignore[arg-type]
+    return is_op(node, "zeros", "zeros_like", "new_zeros")
+
+
+def item_of(node: Node, index: int, *names: str) -> Node | None:
+    """The operator called one of `names` whose result number `index` this node is, else None."""
+    source = node.args[0] if node.op == "call_function" and op_name(node) == "getitem" else None
+    return source if isinstance(source, Node) and node.args[1] == index and is_op(source, *names) else None
+
+
+def swaps_last_two(node: object) -> bool:
+    """A transpose of the last two dimensions, in any spelling."""
+    if not is_op(node, "transpose", "swapaxes", "swapdims", "permute", "t", "mT", "numpy_T"):
+        return False
+    assert isinstance(node, Node)
+    rank = len(shape_of(node))
+    if op_name(node) in ("t", "numpy_T"):
+        return rank == 2
+    if op_name(node) == "mT":
+        return True
+    if op_name(node) == "permute":
+        dims = [d % rank for d in node.args[1]]  # type: ignore[operator,union-attr]
+        return dims == [*range(rank - 2), rank - 1, rank - 2]
+    return rank >= 2 and {d % rank for d in node.args[1:3]} == {rank - 2, rank - 1}  # type: ignore[operator]
+
+
 def _is_view(node: Node) -> bool:
     return is_op(node, *VIEWS)
 
@@ -128,6 +174,35 @@ def strip_casts(node: Node) -> Node:
 def strip_views_casts(node: Node) -> Node:
     """The node behind views and floating casts."""
     return strip(node, lambda n: _is_view(n) or is_cast(n))
+
+
+def strip_ids(node: Node) -> Node:
+    """The node behind views and integer conversions of expert ids."""
+    return strip(node, lambda n: _is_view(n) or is_index_cast(n))
+
+
+def without_units(shape: tuple[sympy.Expr, ...]) -> tuple[sympy.Expr, ...]:
+    """A shape without its dimensions of size 1."""
+    return tuple(size for size in shape if size != 1)
+
+
+def same_shape(a: tuple[sympy.Expr, ...], b: tuple[sympy.Expr, ...]) -> bool:
+    """Are two shapes equal for every value of their symbols?"""
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def elements_of(shape: tuple[sympy.Expr, ...]) -> sympy.Expr:
+    """The number of elements of a shape."""
+    return sympy.Mul(*shape)
+
+
+def matrix_behind(node: Node, shape: tuple[sympy.Expr, ...], through: Callable[[Node], bool] = _is_view) -> Node | None:
+    """The node nearest to `node`, seen through `through`, that has this shape; None when there is none."""
+    while not same_shape(shape_of(node), shape):
+        if not through(node) or not isinstance(node.args[0], Node):
+            return None
+        node = node.args[0]
+    return node
 
 
 def producer(node: object, reason: str) -> Node:

@@ -1,4 +1,4 @@
-"""The HTML report: one well-formed file, no script and no network, everything escaped, strokes and words beside colours."""
+"""The HTML report: one well-formed file, no script, no network, all escaped, strokes and words beside colours."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Checker(HTMLParser):
 
     @property
     def plain(self) -> str:
-        return " ".join("".join(self.text).split())
+        return " ".join(" ".join(self.text).split())
 
 
 @pytest.fixture(params=["sample", "all_well", "nothing", "hostile"])
@@ -99,7 +99,7 @@ def test_what_the_reader_finds(samples):
         "hf_grouped_mm ×32 router R1/R2 softmax, top-k, renormalise",
         "model.layers.0.mlp and 31 equal blocks",
         "nearest formulation gather_einsum ●●○ 2 of 3 steps",
-        "Failed at combine: expert outputs are not reduced with the routing weights",
+        "Failed at combine : expert outputs are not reduced with the routing weights",
         "T <= 4 · 2 launches · 1 of 1 edge programmatic · 8.1 µs predicted",
         "aten.linear +32 aten.t −64",
         "pdl auto environment, MOEPDL_PDL",

@@ -42,7 +42,7 @@ def test_layers_follow_edges_and_boxes_do_not_overlap(dag):
     for box in layout.boxes:
         assert box.x >= 0
         assert box.x + box.width <= layout.width + 1e-6
-        assert 0 <= box.y
+        assert box.y >= 0
         assert box.y + box.height <= layout.height + 1e-6
 
 
@@ -81,7 +81,7 @@ def test_crossed_lines_are_uncrossed():
     boxes = {box.id: box for box in lay_out(DagRecord("f", nodes, edges)).boxes}
     upper = sorted("abc", key=lambda name: boxes[name].x)
     lower = sorted("def", key=lambda name: boxes[name].x)
-    assert [dict(a="f", b="e", c="d")[name] for name in upper] == lower
+    assert [{"a": "f", "b": "e", "c": "d"}[name] for name in upper] == lower
 
 
 def test_a_circle_is_drawn_and_its_closing_edge_goes_up():

@@ -1,8 +1,9 @@
-"""The predicted timeline: when launches start, which lane they need, and a Perfetto trace that keeps Perfetto's rules."""
+"""The predicted timeline: when launches start, which lane they need, and a trace that keeps Perfetto's rules."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -70,7 +71,7 @@ def test_no_two_slices_of_a_lane_overlap(items):
     lanes = lanes_of(intervals)
     for lane in set(lanes):
         own = sorted(interval for interval, number in zip(intervals, lanes, strict=True) if number == lane)
-        for (_, end), (start, _) in zip(own, own[1:], strict=False):
+        for (_, end), (start, _) in pairwise(own):
             assert end <= start
     deepest = max((sum(start <= time < end for start, end in intervals) for time, _ in intervals), default=0)
     assert len(set(lanes)) == deepest
@@ -98,7 +99,7 @@ def test_slices_of_a_thread_never_overlap(samples):
     assert len(slices) == 7
     for own in slices.values():
         own.sort()
-        for (_, end), (start, _) in zip(own, own[1:], strict=False):
+        for (_, end), (start, _) in pairwise(own):
             assert end <= start + 1e-3
 
 

@@ -1,0 +1,157 @@
+"""Matrix products by letters: einsum, bmm, matmul, mm and linear as one thing.
+
+A product of two operands is described as einsum does it: one letter a dimension. A matcher then asks which letters
+contract and in which order the result has the others, and never cares how the user spelled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from string import ascii_letters
+
+import sympy
+from torch.fx import Node
+
+from moe_compiler.moe_ir import op_name
+from moe_compiler.passes.formulations.walk import arg, is_op, require, shape_of
+
+__all__ = ["Contraction", "Product", "contraction", "match_product"]
+
+_WITH_BIAS = ("addmm", "addbmm", "baddbmm")
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """out = einsum("left,right->out", left, right). An operand's dimension that is broadcast has no letter."""
+
+    node: Node
+    left: Node
+    right: Node
+    left_letters: str
+    right_letters: str
+    out_letters: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """rows times expert weights: out[lead, .., o] = sum_c rows[.., c] * weight[lead, o, c].
+
+    lead: the letters that the weight has besides its matrix (experts, or the gathered pairs), in its own order.
+    rows_letters and out_letters hold no letter for a dimension of size 1 that is neither of `lead` nor of the matrix.
+    transposed: the weight's matrix is [in, out] and not [out, in].
+    """
+
+    node: Node
+    rows: Node
+    weight: Node
+    rows_letters: str
+    out_letters: str
+    lead: str
+    contracted: str
+    made: str
+    transposed: bool
+
+
+def contraction(node: object) -> Contraction | None:
+    """The product that this node computes, None when it is no product of two tensors (or has a bias)."""
+    if not isinstance(node, Node):
+        return None
+    if is_op(node, "einsum"):
+        return _einsum(node)
+    if is_op(node, "linear"):
+        if arg(node, "bias") is not None:
+            return None
+        rank = len(shape_of(node.args[0]))  # type: ignore[arg-type]
+        lead = ascii_letters[2 : rank + 1]
+        return Contraction(node, node.args[0], node.args[1], lead + "b", "ab", lead + "a")  # type: ignore[arg-type]
+    if is_op(node, "mm"):
+        return Contraction(node, node.args[0], node.args[1], "cb", "ba", "ca")  # type: ignore[arg-type]
+    if is_op(node, "bmm"):
+        return Contraction(node, node.args[0], node.args[1], "dcb", "dba", "dca")  # type: ignore[arg-type]
+    if is_op(node, "matmul"):
+        return _matmul(node)
+    return None
+
+
+def _einsum(node: Node) -> Contraction | None:
+    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+    if not isinstance(operands, (list, tuple)) or len(operands) != 2 or "." in equation:
+        return None
+    inputs, arrow, out = equation.partition("->")
+    left, _, right = inputs.partition(",")
+    if not arrow:
+        out = "".join(sorted(letter for letter in set(left + right) if (left + right).count(letter) == 1))
+    if any(len(set(letters)) != len(letters) for letters in (left, right, out)):
+        return None
+    return Contraction(node, operands[0], operands[1], left, right, out)  # type: ignore[arg-type]
+
+
+def _matmul(node: Node) -> Contraction | None:
+    left, right = node.args[0], node.args[1]
+    a, b = shape_of(left), shape_of(right)  # type: ignore[arg-type]
+    if len(a) < 2 or len(b) < 2:
+        return None
+    count = max(len(a), len(b)) - 2
+    batch = ascii_letters[3 : 3 + count]
+
+    def letters(shape: tuple[sympy.Expr, ...], other: tuple[sympy.Expr, ...], matrix: str) -> str:
+        own: list[str] = []
+        for place, letter in enumerate(batch):
+            mine, theirs = place - count + len(shape) - 2, place - count + len(other) - 2
+            if mine < 0 or (shape[mine] == 1 and theirs >= 0 and other[theirs] != 1):
+                continue
+            own.append(letter)
+        return "".join(own) + matrix
+
+    return Contraction(node, left, right, letters(a, b, "cb"), letters(b, a, "ba"), batch + "ca")  # type: ignore[arg-type]
+
+
+def _sizes(found: Contraction) -> dict[str, sympy.Expr]:
+    """The size of each letter, read off the result and the operands."""
+    sizes = dict(zip(found.out_letters, shape_of(found.node), strict=True))
+    for operand, letters in ((found.left, found.left_letters), (found.right, found.right_letters)):
+        if len(letters) == len(shape_of(operand)):
+            sizes = dict(zip(letters, shape_of(operand), strict=True)) | sizes
+    return sizes
+
+
+def match_product(node: Node, is_weight: Callable[[Node], bool], what: str) -> Product:
+    """Read `node` as rows times expert weights; `is_weight` tells which operand the weights are. Miss when it is not."""
+    require(
+        not is_op(node, *_WITH_BIAS) and not (is_op(node, "linear") and arg(node, "bias") is not None),
+        f"the {what} projection has a bias",
+        node,
+        "experts with biases are not supported yet",
+    )
+    found = contraction(node)
+    require(found is not None, f"{op_name(node)} is not the {what} projection of an expert", node)
+    assert found is not None
+    right = is_weight(found.right)
+    require(right or is_weight(found.left), f"no operand of the {what} projection is an expert weight", node)
+    if right:
+        rows, rows_letters, weight, letters = found.left, found.left_letters, found.right, found.right_letters
+    else:
+        rows, rows_letters, weight, letters = found.right, found.right_letters, found.left, found.left_letters
+    lead, matrix = letters[:-2], letters[-2:]
+    contracted = [letter for letter in matrix if letter in rows_letters and letter not in found.out_letters]
+    require(len(contracted) == 1, f"the {what} projection does not contract one dimension of its weight", node)
+    made = matrix.replace(contracted[0], "")
+    require(made in found.out_letters, f"the {what} projection sums over the dimension that it should make", node)
+    sizes = _sizes(found)
+    units = {
+        letter
+        for letter in rows_letters + found.out_letters
+        if letter not in letters and sizes.get(letter) == 1
+    }
+    return Product(
+        node=node,
+        rows=rows,
+        weight=weight,
+        rows_letters="".join(letter for letter in rows_letters if letter not in units),
+        out_letters="".join(letter for letter in found.out_letters if letter not in units),
+        lead=lead,
+        contracted=contracted[0],
+        made=made,
+        transposed=matrix[0] == contracted[0],
+    )

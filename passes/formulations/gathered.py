@@ -1,0 +1,225 @@
+"""Experts whose weights are gathered: a copy of the expert's matrices for each (token, expert) pair.
+
+Both formulations that gather weights share this: the flat one ([S, N, H], transformers 5 batched_mm) and the one that
+keeps [T, K, N, H] (gpt-fast). They differ in their anchors and in how a token's row reaches its pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+from torch.fx import Graph, Node
+
+from moe_compiler.moe_ir import Match, Miss, op_name
+from moe_compiler.passes.formulations import combine
+from moe_compiler.passes.formulations.activation import match_activation
+from moe_compiler.passes.formulations.base import Bindings, check_sizes, experts_spec, split_by_activation, trailing_cast
+from moe_compiler.passes.formulations.contraction import Product, contraction, match_product
+from moe_compiler.passes.formulations.pairs import match_ids, match_pair_rows, match_weights, token_rows
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    elements_of,
+    is_cast,
+    is_op,
+    require,
+    same_shape,
+    shape_of,
+    strip,
+    strip_ids,
+    strip_views_casts,
+    swaps_last_two,
+    users_through,
+)
+
+__all__ = ["activate", "combine_pairs", "dispatch", "down", "finish", "last_products", "select"]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """packed[ids]: the index node, its packed [E, ., .] source, the ids as indexed, and whether it was transposed."""
+
+    node: Node
+    packed: Node
+    index: Node
+    swapped: bool
+
+
+def _index_of(node: Node) -> Node | None:
+    """The single index of a gather along the first dimension of a packed weight, else None."""
+    if is_op(node, "index_select"):
+        index = node.args[2] if arg(node, "dim") == 0 else None
+    elif is_op(node, "index"):
+        indices = node.args[1]
+        index = indices[0] if len(indices) == 1 else None  # type: ignore[arg-type,index]
+    else:
+        return None
+    if not isinstance(index, Node) or len(shape_of(node.args[0])) != 3:  # type: ignore[arg-type]
+        return None
+    value = index.meta["val"]
+    return index if not value.dtype.is_floating_point and value.dtype.itemsize >= 4 else None
+
+
+def _gather(node: Node) -> Gather | None:
+    """The gather behind an operand, seen through casts, transposes and views that keep the matrices whole."""
+    swapped = False
+    while True:
+        if swaps_last_two(node):
+            swapped = not swapped
+        elif not (is_cast(node) or _keeps_matrices(node)):
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    index = _index_of(node)
+    return Gather(node, node.args[0], index, swapped) if index is not None else None  # type: ignore[arg-type]
+
+
+def _keeps_matrices(node: Node) -> bool:
+    """A view that only splits or joins the pair dimensions of gathered weights."""
+    if not is_op(node, "view", "reshape", "unflatten", "flatten", "contiguous", "clone"):
+        return False
+    before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
+    return len(before) > 2 and len(after) > 2 and same_shape(before[-2:], after[-2:])
+
+
+def _read_product(node: object) -> tuple[Product, Gather] | None:
+    """`node` as rows times gathered weights, None when it is not."""
+    found = contraction(node)
+    if found is None or (_gather(found.left) is None and _gather(found.right) is None):
+        return None
+    try:
+        product = match_product(found.node, lambda operand: _gather(operand) is not None, "expert")
+    except Miss:
+        return None
+    gather = _gather(product.weight)
+    return (product, gather) if gather is not None else None
+
+
+def last_products(graph: Graph, *, pair_dims: int) -> list[Node]:
+    """Products with gathered weights that are fed by another such product: the down projections.
+
+    pair_dims: 1 for weights gathered as [S, ., .], 2 for [T, K, ., .].
+    """
+    found: list[Node] = []
+    products: set[Node] = set()
+    for node in graph.nodes:
+        read = _read_product(node)
+        if read is None:
+            continue
+        products.add(node)
+        product = read[0]
+        if len(product.lead) == pair_dims and _fed_by(product.rows, products):
+            found.append(node)
+    return found
+
+
+def _fed_by(rows: Node, products: set[Node]) -> bool:
+    """Does one of `products` reach `rows` within the few operators of an activation?"""
+    level, seen = {rows}, set()
+    for _ in range(12):
+        if level & products:
+            return True
+        seen |= level
+        stop = [n for n in level if is_op(n, "index", "index_select", "gather", "topk") or contraction(n) is not None]
+        level = {source for n in level.difference(stop) for source in n.all_input_nodes} - seen
+    return False
+
+
+def select(b: Bindings) -> None:
+    """The ids that gather the down weights are a choice of K experts a token."""
+    read = _read_product(b.anchor)
+    assert read is not None
+    gather = read[1]
+    experts = shape_of(gather.packed)[0]
+    require(experts.is_Integer, "the number of experts is not a constant", gather.packed)
+    ids = match_ids(gather.index, int(experts))
+    shape = shape_of(ids)
+    b.bind(ids=ids, index=gather.index, experts=int(experts), k=int(shape[-1]), tokens=elements_of(shape[:-1]))
+
+
+def _product(b: Bindings, node: Node, what: str) -> tuple[Product, Gather]:
+    """`node` as rows times weights gathered by the ids of this block."""
+    product = match_product(node, lambda operand: _gather(operand) is not None, what)
+    gather = _gather(product.weight)
+    assert gather is not None
+    require(strip_ids(gather.index) is strip_ids(b.index), f"the {what} weights are gathered by other ids", gather.node)
+    experts = shape_of(gather.packed)[0]
+    require(experts == b.experts, f"{experts} {what} weights, but {b.experts} down weights", gather.node)
+    require(
+        product.out_letters == product.lead + product.made,
+        f"the {what} projection's result is not in the order of the pairs",
+        node,
+    )
+    expected = (b.tokens * b.k,) if len(product.lead) == 1 else (b.tokens, sympy.Integer(b.k))
+    lead = shape_of(product.weight)[:-2]
+    require(same_shape(lead, expected), f"the {what} weights are not gathered one a (token, expert) pair", gather.node)
+    return product, gather
+
+
+def down(b: Bindings) -> None:
+    """The last product contracts each pair's own row with its own matrix."""
+    product, gather = _product(b, b.anchor, "down")
+    require(
+        product.rows_letters == product.lead + product.contracted,
+        "the down projection does not read one row a pair",
+        b.anchor,
+    )
+    b.bind(down=product, down_gather=gather)
+
+
+def activate(b: Bindings) -> None:
+    """Its rows are act(gate) * up, or act(gate), of products with weights gathered by the same ids."""
+    activation = match_activation(b.down.rows)
+    first = [_product(b, half.source, "gate and up") for half in (activation.gate, activation.up) if half is not None]
+    require(
+        all(product.rows is first[0][0].rows or strip_views_casts(product.rows) is strip_views_casts(first[0][0].rows)
+            for product, _ in first),
+        "gate and up read different rows",
+        b.anchor,
+    )  # fmt: skip
+    b.bind(activation=activation, first=dict(zip([half.source for half in (activation.gate, activation.up) if half], first, strict=True)))
+
+
+def dispatch(b: Bindings) -> None:
+    """The first product's rows are the tokens, one for all of a token's pairs or repeated for each."""
+    product, _ = next(iter(b.first.values()))
+    lead = product.lead
+    if product.rows_letters == lead[0] + product.contracted and len(lead) == 2:
+        rows = token_rows(product.rows, b.tokens, product.node)
+    else:
+        require(
+            product.rows_letters == lead + product.contracted,
+            "the gate and up projections do not read one row a token or a pair",
+            product.node,
+        )
+        rows = match_pair_rows(product.rows, b.tokens, b.k)
+    b.bind(x=rows)
+
+
+def combine_pairs(b: Bindings) -> None:
+    """The pairs' rows are weighted and summed over the K of each token."""
+    weight, product, output = combine.match_weighted_sum(b.anchor, b.tokens, b.k)
+    b.bind(weights=match_weights(weight, b.ids, product), output=trailing_cast(output))
+
+
+def finish(b: Bindings, formulation: str) -> Match:
+    """The Match of a block with gathered weights."""
+    check_sizes(b.x, b.ids, b.weights)
+    gate, up = split_by_activation(b.activation, lambda source: b.first[source][1].packed)
+    swapped = {product.transposed != gather.swapped for product, gather in b.first.values()}
+    require(len(swapped) == 1, "gate and up are stored in different orientations", b.anchor)
+    transposed = {"gate", "up"} if swapped.pop() else set()
+    if b.down.transposed != b.down_gather.swapped:
+        transposed.add("down")
+    return Match(
+        formulation=formulation,
+        spec=experts_spec(b.activation, b.anchor, b.output),
+        x_TH=b.x,
+        ids_TK=b.ids,
+        weights_TK=b.weights,
+        gate=gate,
+        up=up,
+        down=(b.down_gather.packed,),
+        transposed=frozenset(transposed),
+        output=b.output,
+        anchor=b.anchor,
+    )

@@ -1,0 +1,185 @@
+"""(token, expert) pairs before any sorting: pair p = t * K + j holds the j-th choice of token t.
+
+What brings tokens into pair order (each row K times), what flattens ids and weights into it, and which [T, K] node
+is behind a flattened one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sympy
+from torch.fx import Node
+
+from moe_compiler.moe_ir import Miss, op_name
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    elements_of,
+    is_index_cast,
+    is_op,
+    item_of,
+    matrix_behind,
+    require,
+    same_shape,
+    same_size,
+    shape_of,
+    strip_ids,
+    strip_views_casts,
+    view_or_cast,
+)
+
+__all__ = [
+    "is_counting",
+    "match_ids",
+    "match_pair_index",
+    "match_pair_rows",
+    "match_weights",
+    "nearest_source",
+    "pairs_matrix",
+    "token_rows",
+]
+
+
+def pairs_matrix(node: Node, tokens: sympy.Expr, k: int, through: Callable[[Node], bool]) -> Node | None:
+    """The [T, k] node behind a flattened or unsqueezed one; the deepest one with last dimension k when none is 2-D."""
+    found = matrix_behind(node, (tokens, sympy.Integer(k)), through)
+    if found is not None:
+        return found
+    while through(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    shape = shape_of(node)
+    fits = len(shape) > 2 and shape[-1] == k and same_size(elements_of(shape), tokens * k)
+    return node if fits else None
+
+
+def match_ids(index: Node, experts: int) -> Node:
+    """The [T, k] ids behind the index of a gather of expert weights.
+
+    A clamp to 0 .. E-1 in between is looked through only where it changes nothing: our operator lets ids outside of
+    that range contribute nothing, while a clamped gather runs the last expert for them.
+    """
+    node = strip_ids(index)
+    if is_op(node, "clamp", "clip", "clamp_max", "clamp_min"):
+        limits = [arg(node, name) for name in ("min", "max") if _has(node, name)]
+        clamp, node = node, strip_ids(node.args[0])  # type: ignore[arg-type]
+        require(
+            all(limit in (None, 0, experts - 1) for limit in limits),
+            f"the ids are clamped to {limits}, not to the range of the experts",
+            clamp,
+        )
+        require(
+            _choice_width(node) == experts,
+            "the ids are clamped to the range of the experts, and nothing shows that they lie inside of it",
+            clamp,
+            f"an id that is not in 0..{experts - 1} would run expert {experts - 1} here and nothing once rewritten; "
+            f"take the ids from a top-k over {experts} scores, or use the grouped_mm experts",
+        )
+    base = strip_ids(index)
+    path = base.args[0] if base is not node and is_op(base, "clamp", "clip", "clamp_max", "clamp_min") else index
+    shape = shape_of(node)
+    require(len(shape) >= 2, "the gathered ids are not a [T, K] choice of experts", index)
+    k = shape[-1]
+    require(k.is_Integer, "the number of experts a token is not a constant", node)
+    tokens = elements_of(shape[:-1])
+    found = pairs_matrix(path, tokens, int(k), lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
+    return found if found is not None else node
+
+
+def _has(node: Node, name: str) -> bool:
+    return any(argument.name == name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+
+
+def _choice_width(ids: Node) -> int | None:
+    """Over how many scores the ids were chosen, None when they do not come from a top-k."""
+    topk = item_of(ids, 1, "topk")
+    if topk is None:
+        return None
+    scores = shape_of(topk.args[0])  # type: ignore[arg-type]
+    width = scores[arg(topk, "dim")]
+    return int(width) if width.is_Integer else None
+
+
+def match_weights(weight: Node, ids: Node, node: Node) -> Node:
+    """The [T, k] routing weights behind the operand of a product; `node` is the product, for the reader."""
+    shape = shape_of(ids)
+    found = pairs_matrix(weight, elements_of(shape[:-1]), int(shape[-1]), view_or_cast)
+    require(found is not None, "the routing weights are not one number a (token, expert) pair", node)
+    assert found is not None
+    return nearest_source(found)
+
+
+def is_counting(node: Node) -> bool:
+    """arange that counts 0, 1, 2, ..."""
+    if not is_op(node, "arange"):
+        return False
+    return all(
+        argument.name not in ("start", "step") or arg(node, argument.name) == (0 if argument.name == "start" else 1)
+        for argument in node.target._schema.arguments  # type: ignore[union-attr]
+    )
+
+
+def _doubled(node: Node, k: int) -> Node | None:
+    """The node whose entries (rows) `node` repeats k times each, neighbours together; None for anything else."""
+    if is_op(node, "repeat_interleave"):
+        source = node.args[0]
+        if not isinstance(arg(node, "repeats"), int) or arg(node, "repeats") != k:
+            return None
+        flat = len(shape_of(source)) == 1  # type: ignore[arg-type]
+        return source if arg(node, "dim") == 0 or (arg(node, "dim") is None and flat) else None  # type: ignore[return-value]
+    if is_op(node, "expand", "expand_as", "repeat", "broadcast_to", "tile"):
+        source = node.args[0]
+        before, after = shape_of(source), shape_of(node)  # type: ignore[arg-type]
+        inserted = len(before) == len(after) >= 2 and before[1] == 1 and after[1] == k
+        if inserted and same_shape((before[0], *before[2:]), (after[0], *after[2:])):
+            return source  # type: ignore[return-value]
+    return None
+
+
+def match_pair_index(node: Node, k: int) -> None:
+    """`node` must be p // k for every pair p; Miss when it is not."""
+    index = strip_ids(node)
+    if is_op(index, "floor_divide") or (is_op(index, "div") and arg(index, "rounding_mode") in ("floor", "trunc")):
+        counted = strip_ids(index.args[0])  # type: ignore[arg-type]
+        require(index.args[1] == k and is_counting(counted), f"the token index is not arange // {k}", index)
+        return
+    source = _doubled(index, k)
+    require(source is not None, f"{op_name(index)} does not give the token of each (token, expert) pair", index)
+    require(is_counting(strip_ids(source)), "the token index does not count the tokens", index)  # type: ignore[arg-type]
+
+
+def match_pair_rows(node: Node, tokens: sympy.Expr, k: int) -> Node:
+    """The [T, H] tokens that `node` holds k times each in pair order; Miss when it holds something else."""
+    rows = strip_views_casts(node)
+    if is_op(rows, "index", "index_select"):
+        if is_op(rows, "index"):
+            indices = rows.args[1]
+            require(len(indices) == 1, "the tokens are gathered by several indices", rows)  # type: ignore[arg-type]
+            index = indices[0]  # type: ignore[index]
+        else:
+            require(arg(rows, "dim") == 0, "the gather is not along the tokens", rows)
+            index = rows.args[2]  # type: ignore[assignment]
+        match_pair_index(index, k)  # type: ignore[arg-type]
+        source = rows.args[0]
+    else:
+        source = _doubled(rows, k)
+        if source is None and k == 1:
+            source = rows
+        require(source is not None, f"{op_name(rows)} does not bring the tokens into pair order", rows)
+    return token_rows(source, tokens, rows)  # type: ignore[arg-type]
+
+
+def token_rows(node: Node, tokens: sympy.Expr, where: Node) -> Node:
+    """The [T, H] matrix that `node` is, behind dimensions of size 1 and casts (raising casts once)."""
+    shape = shape_of(node)
+    width = next((size for size in reversed(shape) if size != 1), sympy.Integer(1))
+    found = matrix_behind(node, (tokens, width), view_or_cast)
+    if found is None:
+        raise Miss("the tokens are not a [T, H] matrix", where)
+    return nearest_source(found)
+
+
+def nearest_source(node: Node) -> Node:
+    """A matrix without the casts and no-op views in front of it."""
+    while view_or_cast(node) and isinstance(node.args[0], Node) and same_shape(shape_of(node.args[0]), shape_of(node)):
+        node = node.args[0]
+    return node

@@ -1,0 +1,451 @@
+"""Every device kernel against its plain-torch reference in float64, for all layouts, data types and routings.
+
+Each kernel is launched twice, with PDL off and on, into buffers full of NaN: both must agree bit by bit, and with the
+reference within the rounding of the data type. Its inputs are the reference's results of the stage before it, so an error
+is seen in the kernel that makes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_compiler.runtime_kernels.registry import kernel
+from moe_compiler.runtime_kernels.weights import WeightLayoutError
+
+pytestmark = pytest.mark.gpu
+
+# Relative to the norm: a rounding of the result, and for float32 the order of summation.
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6, torch.float64: 0.0}
+TOKENS = (1, 2, 3, 17, 128, 1000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One block: sizes, layout of the weights, data type, routing."""
+
+    experts: int
+    k: int
+    hidden: int
+    inner: int
+    layout: str = "packed"
+    dtype: torch.dtype = torch.bfloat16
+    activation: str = "silu"
+    gated: bool = True
+    weight_at: str = "output"
+    routing: str = "random"
+    tokens: tuple[int, ...] = TOKENS
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        gated = "gated" if self.gated else "plain"
+        sizes = f"E{self.experts}k{self.k}H{self.hidden}I{self.inner}"
+        return f"{sizes}-{self.layout}-{dtype}-{self.activation}-{gated}-{self.weight_at}-{self.routing}"
+
+
+CASES = [
+    Case(8, 2, 256, 128),
+    Case(128, 8, 128, 192, layout="transposed", activation="gelu", routing="skewed", tokens=(1, 17, 1000)),
+    Case(5, 3, 200, 72, layout="separate", activation="gelu_tanh", routing="outside"),
+    Case(16, 4, 128, 64, layout="list", dtype=torch.float16, activation="relu", routing="skewed"),
+    Case(40, 10, 64, 96, layout="list_packed", activation="silu", routing="outside", tokens=(1, 3, 128)),
+    Case(4, 1, 136, 104, layout="separate", dtype=torch.float32, gated=False, activation="relu2"),
+    Case(3, 2, 50, 35, layout="interleaved", dtype=torch.float32, weight_at="input", tokens=(1, 17, 128)),
+    Case(16, 2, 256, 128, layout="packed", weight_at="input", routing="skewed", tokens=(1, 17, 1000)),
+    Case(6, 2, 90, 46, layout="packed", gated=False, activation="gelu", routing="one", tokens=(1, 17, 128)),
+    Case(300, 16, 64, 32, layout="packed", dtype=torch.float16, tokens=(2, 128)),
+]
+
+
+def _routing(case: Case, tokens: int) -> Tensor:
+    ids = torch.rand(tokens, case.experts).argsort(1)[:, : case.k]
+    if case.routing == "one":
+        return torch.full_like(ids, case.experts - 1)
+    if case.routing == "skewed":  # expert 0 has most tokens, odd experts have none
+        return torch.where(torch.rand(ids.shape) < 0.7, 0, ids // 2 * 2)
+    if case.routing == "outside":
+        ids = torch.where(torch.rand(ids.shape) < 0.3, case.experts + 2, ids)
+        return torch.where(torch.rand(ids.shape) < 0.1, -1, ids)
+    return ids
+
+
+def _weights(case: Case) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """gate, up, down on the GPU in the case's layout."""
+    e, h, i = case.experts, case.hidden, case.inner
+    packed = case.gated and case.layout in ("packed", "transposed", "interleaved", "list_packed")
+    gate = torch.randn(e, 2 * i if packed else i, h) / h**0.5
+    up = torch.randn(e, i, h) / h**0.5
+    down = torch.randn(e, h, i) / i**0.5
+    gate, up, down = (w.to(device="cuda", dtype=case.dtype) for w in (gate, up, down))
+    if case.layout == "transposed":
+        gate, down = (w.mT.contiguous().mT for w in (gate, down))
+    if case.layout == "interleaved":  # the experts' rows alternate
+        gate, down = (w.transpose(0, 1).contiguous().transpose(0, 1) for w in (gate, down))
+    if case.layout.startswith("list"):
+        ups = [w.clone() for w in up] if case.gated and not packed else []
+        return [w.clone() for w in gate], ups, [w.clone() for w in down]
+    return [gate], [up] if case.gated and not packed else [], [down]
+
+
+def _map(value: Any, change: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list):
+        return [_map(v, change) for v in value]
+    return value
+
+
+def _wide(value: Any) -> Any:
+    return _map(value, lambda t: (t.double() if t.is_floating_point() else t).cpu())
+
+
+def _poisoned(like: Tensor) -> Tensor:
+    fresh = torch.empty_like(like)
+    return fresh.fill_(float("nan") if like.is_floating_point() else -(2**20))
+
+
+class Runner:
+    """Runs one kernel both ways and compares it with its reference; remembers where it is for the messages."""
+
+    def __init__(self, where: str, dtype: torch.dtype) -> None:
+        self.where, self.dtype = where, dtype
+
+    def __call__(
+        self,
+        name: str,
+        like: dict[str, Any],
+        ins: dict[str, Any],
+        attrs: dict[str, Any],
+        rows: dict[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """Results like `like` of kernel `name`. `rows`: the rows of a result that must be right; the others may be anything.
+
+        Returns the results of the reference, rounded to the types of `like`, on the GPU.
+        """
+        entry = kernel(name)
+        got = []
+        for pdl in (False, True):
+            outs = {key: _map(value, _poisoned) for key, value in like.items()}
+            entry.launch(outs, ins, attrs, pdl=pdl)
+            torch.cuda.synchronize()
+            got.append(outs)
+        want = entry.reference(**{key: _wide(value) for key, value in ins.items()}, **self._wide_attrs(attrs))
+        wants = dict(zip(entry.traits.writes, want if isinstance(want, tuple) else (want,), strict=True))
+        for key in like:
+            plain, chained, right = got[0][key], got[1][key], wants[key]
+            if isinstance(plain, Tensor):
+                plain, chained, right = [plain], [chained], [right]
+            assert len(plain) == len(right)
+            for p, c, r in zip(plain, chained, right, strict=True):
+                self._compare(f"{self.where} {name}.{key}", p, c, r, (rows or {}).get(key))
+        return {
+            key: _map(wants[key], lambda t: t.cuda())
+            if not isinstance(like[key], Tensor)
+            else wants[key].to(device="cuda", dtype=like[key].dtype)
+            for key in like
+        }
+
+    @staticmethod
+    def _wide_attrs(attrs: dict[str, Any]) -> dict[str, Any]:
+        return {key: torch.float64 if key == "dtype" else value for key, value in attrs.items()}
+
+    def _compare(self, what: str, plain: Tensor, chained: Tensor, right: Tensor, rows: Tensor | None) -> None:
+        assert plain.shape == right.shape, f"{what}: {tuple(plain.shape)} and {tuple(right.shape)}"
+        if rows is not None:
+            plain, chained, right = plain[rows], chained[rows], right[rows.cpu()]
+        assert torch.equal(plain, chained), f"{what}: PDL changes the result"
+        if not plain.is_floating_point():
+            assert torch.equal(plain.cpu().long(), right.long()), f"{what}: not the reference's"
+            return
+        assert plain.isfinite().all(), f"{what}: {int((~plain.isfinite()).sum())} values were not written"
+        error = (plain.double().cpu() - right.double()).norm()
+        limit = TOLERANCE[self.dtype] * right.double().norm()
+        assert error <= limit + 1e-30, f"{what}: error {error:.3g} of {right.double().norm():.3g}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_expert_kernels(case: Case) -> None:
+    torch.manual_seed(0)
+    gate, up, down = _weights(case)
+    for tokens in case.tokens:
+        _check_block(case, tokens, gate, up, down)
+
+
+def _check_block(case: Case, tokens: int, gate: list[Tensor], up: list[Tensor], down: list[Tensor]) -> None:
+    run = Runner(f"T={tokens}", case.dtype)
+    device = {"device": "cuda"}
+    pairs, k, parts = tokens * case.k, case.k, 2 if case.gated else 1
+    ids = _routing(case, tokens).to(device="cuda", dtype=torch.int64 if tokens % 2 else torch.int32)
+    x, grad_y = (torch.randn(tokens, case.hidden).to(dtype=case.dtype, **device) for _ in range(2))
+    weights = torch.rand(tokens, k).add(0.1).to(dtype=case.dtype, **device)
+    inside, outside = (weights, None) if case.weight_at == "input" else (None, weights)
+    row = torch.empty(pairs, case.hidden, dtype=case.dtype, **device)
+    act = torch.empty(pairs, case.inner, dtype=case.dtype, **device)
+    preact = torch.empty(pairs, parts * case.inner, dtype=case.dtype, **device)
+    numbers = {"num_experts": case.experts}
+    form = {"activation": case.activation, "gated": case.gated}
+    ordering = {
+        "perm": torch.empty(pairs, dtype=torch.int32, **device),
+        "starts": torch.empty(case.experts + 1, dtype=torch.int32, **device),
+    }
+    expert = run("order", ordering, {"ids": ids}, numbers)
+    used = torch.arange(pairs, **device) < expert["starts"][-1]
+    ups = {"gate": gate, "up": up}
+    saved = run(
+        "gate_up",
+        {"act": act, "preact": preact},
+        {"x": x, "weights": inside, **expert, **ups},
+        {"k": k, **form, "save": True},
+        {"act": used, "preact": used},
+    )
+    run(
+        "gate_up",
+        {"act": act},
+        {"x": x, "weights": inside, **expert, **ups},
+        {"k": k, **form, "save": False},
+        {"act": used},
+    )
+    scattered = run("down", {"pairs": row}, {"act": saved["act"], **expert, "down": down}, {})
+    for dtype in (case.dtype, torch.float32):
+        like = {"y": torch.empty(tokens, case.hidden, dtype=dtype, **device)}
+        run("combine", like, {**scattered, "weights": outside}, {"k": k, "dtype": dtype})
+    few = run("gate_up_few", {"act": act}, {"x": x, "weights": inside, "ids": ids, **ups}, form)
+    run("down_few", {"y": x}, {**few, "ids": ids, "weights": outside, "down": down}, {"dtype": case.dtype})
+    grads = run(
+        "grad_act",
+        {"grad_preact": preact, "act": act}
+        | ({"grad_weights": torch.empty(tokens, k, **device)} if outside is not None else {}),
+        {"grad_y": grad_y, "weights": outside, "preact": saved["preact"], **expert, "down": down},
+        {"k": k, **form},
+        {"grad_preact": used, "act": used},
+    )
+    run("grad_down", {"grad_down": down}, {"grad_y": grad_y, "act": grads["act"], **expert, "down": down}, {"k": k})
+    run(
+        "grad_gate_up",
+        {"grad_gate": gate, "grad_up": up},
+        {"x": x, "weights": inside, "grad_preact": grads["grad_preact"], **expert, **ups},
+        {"k": k, "gated": case.gated},
+    )
+    back = run(
+        "grad_pairs", {"pairs": row}, {"grad_preact": grads["grad_preact"], **expert, **ups}, {"gated": case.gated}
+    )
+    like = {"grad_weights": torch.empty(tokens, k, **device)}
+    run("grad_input_weights", like, {"x": x, "pairs": back["pairs"]}, {"k": k})
+
+
+@pytest.mark.parametrize("experts", [1, 5, 128, 512])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (700, 8), (511, 16), (1024, 4), (1025, 4), (9000, 8)])
+def test_orders(shape: tuple[int, int], experts: int) -> None:
+    """Both ways to order, around the sizes of their blocks, with ids out of range and ids that are not contiguous."""
+    torch.manual_seed(0)
+    run = Runner(f"{shape}", torch.float32)
+    pairs = shape[0] * shape[1]
+    wide = torch.randint(-2, experts + 2, (shape[0], 2 * shape[1]), device="cuda")
+    ordering = {
+        "perm": torch.empty(pairs, dtype=torch.int32, device="cuda"),
+        "starts": torch.empty(experts + 1, dtype=torch.int32, device="cuda"),
+    }
+    numbers = {"num_experts": experts}
+    for ids in (wide[:, ::2], wide[:, : shape[1]].int(), wide[:, : shape[1]].contiguous()):
+        run("order", ordering, {"ids": ids}, numbers)
+        counts = run("order_count", {"counts": kernel("order_count").reference(ids, experts)}, {"ids": ids}, numbers)
+        run("order_scatter", ordering, {"ids": ids, **counts}, numbers)
+
+
+ROUTES = [
+    {"score": "softmax", "order": "before", "renormalize": True, "eps": 0.0, "scale": 1.0},
+    {"score": "softmax", "order": "before", "renormalize": False, "eps": 0.0, "scale": 1.0},
+    {"score": "softmax", "order": "after", "renormalize": False, "eps": 0.0, "scale": 2.5},
+    {"score": "sigmoid", "order": "before", "renormalize": True, "eps": 1e-20, "scale": 2.827},
+    {"score": "sigmoid", "order": "after", "renormalize": False, "eps": 0.0, "scale": 1.0},
+    {"score": "none", "order": "before", "renormalize": False, "eps": 0.0, "scale": 1.0},
+]
+
+
+@pytest.mark.parametrize("attrs", ROUTES, ids=lambda a: f"{a['score']}-{a['order']}-{a['renormalize']}")
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (8, 2), (60, 4), (128, 8), (512, 16)])
+def test_route(attrs: dict[str, Any], experts: int, k: int) -> None:
+    """Choice, weights and gradient. Logits are distinct multiples of 1/8, so that scores of different logits differ."""
+    torch.manual_seed(0)
+    for tokens, dtype in ((1, torch.float32), (17, torch.bfloat16), (1000, torch.float32), (600, torch.float16)):
+        spread = torch.rand(tokens, experts).argsort(1) / 8
+        logits = (spread - spread.mean() if attrs["score"] == "softmax" else spread % 8 - 4).to(
+            device="cuda", dtype=dtype
+        )
+        if attrs["score"] == "sigmoid":
+            logits = (torch.rand(tokens, experts).argsort(1) * (8 / experts) - 4).to(device="cuda", dtype=dtype)
+        run = Runner(f"T={tokens} {dtype}", torch.bfloat16)
+        weights = torch.empty(tokens, k, dtype=dtype, device="cuda")
+        for score_dtype in (torch.float32, dtype):
+            if score_dtype is not torch.float32 and attrs["order"] == "before" and attrs["score"] != "none":
+                continue  # rounded scores tie: see test_route_ties
+            full = {**attrs, "score_dtype": score_dtype}
+            want = kernel("route").reference(logits.cpu(), k, **full, dtype=dtype)
+            outs = {"weights": weights, "ids": want[1].cuda()}
+            _compare_route(run, outs, logits, {"k": k, **full, "dtype": dtype}, want)
+            grad = torch.randn(tokens, k, dtype=dtype, device="cuda")
+            ins = {"grad_weights": grad, "logits": logits, "ids": want[1].cuda()}
+            run("route_backward", {"grad_logits": logits}, ins, full)
+
+
+def _compare_route(
+    run: Runner, like: dict[str, Any], logits: Tensor, attrs: dict[str, Any], want: tuple[Tensor, Tensor]
+) -> None:
+    results = []
+    for pdl in (False, True):
+        outs = {key: _poisoned(value) for key, value in like.items()}
+        kernel("route").launch(outs, {"logits": logits}, attrs, pdl=pdl)
+        results.append(outs)
+    for key in like:
+        assert torch.equal(results[0][key], results[1][key]), f"{run.where} route.{key}: PDL changes the result"
+    chosen = logits.cpu().gather(1, results[0]["ids"].cpu())
+    assert torch.equal(chosen, logits.cpu().gather(1, want[1])), f"{run.where}: other experts were chosen"
+    error = (results[0]["weights"].double().cpu() - want[0].double()).norm() / want[0].double().norm()
+    assert error < TOLERANCE[torch.bfloat16], f"{run.where}: weights differ by {error:.3g}"
+
+
+def _route(logits: Tensor, k: int, **changes: Any) -> tuple[Tensor, Tensor]:
+    attrs = {**ROUTES[0], "score_dtype": torch.float32, "dtype": torch.float32, **changes}
+    outs = {
+        "weights": torch.empty(logits.shape[0], k, dtype=attrs["dtype"], device="cuda"),
+        "ids": torch.empty(logits.shape[0], k, dtype=torch.int64, device="cuda"),
+    }
+    kernel("route").launch(outs, {"logits": logits}, {"k": k, **attrs}, pdl=True)
+    torch.cuda.synchronize()
+    return outs["weights"], outs["ids"]
+
+
+def test_route_ties() -> None:
+    """Of equal scores the smallest index comes first; -0 equals 0."""
+    logits = torch.zeros(3, 12, device="cuda")
+    logits[1, 5:9] = 1.0
+    logits[2, ::2] = -0.0
+    _, ids = _route(logits, 4)
+    assert ids.tolist() == [[0, 1, 2, 3], [5, 6, 7, 8], [0, 1, 2, 3]]
+
+
+def test_route_odd_values() -> None:
+    """NaN counts as the largest, as in torch.topk; infinities do not break a row; ids are always distinct and in range."""
+    logits = torch.randn(5, 16, device="cuda")
+    logits[0] = float("nan")
+    logits[1, 3] = float("nan")
+    logits[2] = float("-inf")
+    logits[3, 7] = float("inf")
+    logits[4, :12] = float("-inf")
+    for order in ("before", "after"):
+        for score in ("softmax", "sigmoid", "none"):
+            _, ids = _route(logits, 8, order=order, score=score, renormalize=False)
+            assert ((ids >= 0) & (ids < 16)).all()
+            assert all(len(set(row)) == 8 for row in ids.tolist())
+    assert _route(logits, 8, order="after")[1][1, 0] == 3
+
+
+def test_no_tokens() -> None:
+    """Without tokens the starts and the weight gradients are still written."""
+    ids = torch.empty(0, 2, dtype=torch.int64, device="cuda")
+    perm, starts = (
+        torch.empty(0, dtype=torch.int32, device="cuda"),
+        torch.full((6,), 7, dtype=torch.int32, device="cuda"),
+    )
+    kernel("order").launch({"perm": perm, "starts": starts}, {"ids": ids}, {"num_experts": 5}, pdl=False)
+    assert not starts.any()
+    weight = torch.empty(5, 32, 64, dtype=torch.bfloat16, device="cuda")
+    grad = torch.full_like(weight, float("nan"))
+    rows = {"act": weight.new_empty(0, 64), "grad_y": weight.new_empty(0, 32), "perm": perm, "starts": starts}
+    kernel("grad_down").launch({"grad_down": [grad]}, {**rows, "down": [weight]}, {"k": 2}, pdl=False)
+    assert not grad.any()
+
+
+def test_grad_y_of_another_dtype() -> None:
+    """grad_y may be wider than the compute type, and need not be contiguous."""
+    torch.manual_seed(0)
+    case = Case(8, 2, 128, 64)
+    gate, up, down = _weights(case)
+    tokens, pairs = 33, 66
+    run = Runner("wide grad_y", case.dtype)
+    ids = _routing(case, tokens).cuda()
+    ordering = {
+        "perm": torch.empty(pairs, dtype=torch.int32, device="cuda"),
+        "starts": torch.empty(9, dtype=torch.int32, device="cuda"),
+    }
+    expert = run("order", ordering, {"ids": ids}, {"num_experts": 8})
+    preact = torch.randn(pairs, 128, device="cuda").bfloat16()
+    act = torch.randn(pairs, 64, device="cuda").bfloat16()
+    weights = torch.rand(tokens, 2, device="cuda")
+    for grad_y in (
+        torch.randn(tokens, 128, device="cuda").bfloat16().float(),
+        torch.ones(1, 1, device="cuda").expand(tokens, 128),
+    ):
+        like = {"grad_preact": preact, "act": act, "grad_weights": torch.empty(tokens, 2, device="cuda")}
+        ins = {"grad_y": grad_y, "weights": weights, "preact": preact, **expert, "down": down}
+        run("grad_act", like, ins, {"k": 2, "activation": "silu", "gated": True})
+        run("grad_down", {"grad_down": down}, {"grad_y": grad_y, "act": act, **expert, "down": down}, {"k": 2})
+    assert gate
+    assert not up
+
+
+def test_float64_is_refused() -> None:
+    pairs = torch.zeros(4, 8, dtype=torch.float64, device="cuda")
+    with pytest.raises(NotImplementedError, match="float64"):
+        kernel("combine").launch(
+            {"y": pairs[:2]}, {"pairs": pairs, "weights": None}, {"k": 2, "dtype": torch.float64}, pdl=False
+        )
+
+
+def test_uneven_experts_are_refused() -> None:
+    down = [torch.zeros(8, 16, device="cuda"), torch.zeros(8, 8, device="cuda")]
+    rows = torch.zeros(2, 16, device="cuda")
+    expert = {
+        "perm": torch.zeros(2, dtype=torch.int32, device="cuda"),
+        "starts": torch.zeros(3, dtype=torch.int32, device="cuda"),
+    }
+    with pytest.raises(WeightLayoutError, match="expert 1"):
+        kernel("down").launch({"pairs": rows[:, :8]}, {"act": rows, **expert, "down": down}, {}, pdl=False)
+
+
+@pytest.mark.parametrize("layout", ["packed", "list"])
+def test_chain_in_a_graph(layout: str) -> None:
+    """A forward chain with PDL, captured: replays follow new inputs, and agree with eager launches bit by bit."""
+    torch.manual_seed(0)
+    case = Case(8, 2, 256, 128, layout=layout)
+    gate, up, down = _weights(case)
+    for tokens in (3, 200):
+        pairs = tokens * 2
+        cuda = {"device": "cuda"}
+        x, logits = torch.randn(tokens, 256, **cuda).bfloat16(), torch.randn(tokens, 8, **cuda)
+        weights, ids = torch.empty(tokens, 2, **cuda), torch.empty(tokens, 2, dtype=torch.int64, **cuda)
+        perm, starts = torch.empty(pairs, dtype=torch.int32, **cuda), torch.empty(9, dtype=torch.int32, **cuda)
+        act, rows = torch.empty(pairs, 128, **cuda).bfloat16(), torch.empty(pairs, 256, **cuda).bfloat16()
+        y = torch.empty_like(x)
+
+        def chain(pdl: bool) -> None:
+            attrs = {"k": 2, **ROUTES[0], "score_dtype": torch.float32, "dtype": torch.float32}
+            kernel("route").launch({"weights": weights, "ids": ids}, {"logits": logits}, attrs, pdl=pdl)
+            expert = {"perm": perm, "starts": starts}
+            kernel("order").launch(expert, {"ids": ids}, {"num_experts": 8}, pdl=pdl)
+            ins = {"x": x, "weights": None, **expert, "gate": gate, "up": up}
+            form = {"k": 2, "activation": "silu", "gated": True, "save": False}
+            kernel("gate_up").launch({"act": act}, ins, form, pdl=pdl)
+            kernel("down").launch({"pairs": rows}, {"act": act, **expert, "down": down}, {}, pdl=pdl)
+            kernel("combine").launch({"y": y}, {"pairs": rows, "weights": weights}, {"k": 2, "dtype": y.dtype}, pdl=pdl)
+
+        chain(True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(4):
+                chain(True)
+        for _ in range(3):
+            x.normal_()
+            logits.normal_()
+            chain(False)
+            want = y.clone()
+            y.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(y, want)

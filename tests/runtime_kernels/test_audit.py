@@ -1,0 +1,200 @@
+"""The compiled code of every device kernel meets the obligations of a launch with the PDL attribute; no GPU is needed.
+
+The launches run in recording mode on CPU tensors, so what is compiled is what a GPU would be given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="device code is compiled by triton")
+
+import triton.language as tl  # noqa: E402
+
+from moe_compiler.runtime_kernels.audit import AuditResult, audit, audit_code, compile_offline  # noqa: E402
+from moe_compiler.runtime_kernels.device import trigger, wait  # noqa: E402
+from moe_compiler.runtime_kernels.launching import Start, Tile, recording  # noqa: E402
+from moe_compiler.runtime_kernels.registry import kernel, names  # noqa: E402
+
+TOKENS, K, EXPERTS, HIDDEN, INNER = 64, 2, 4, 128, 64
+PAIRS = TOKENS * K
+ROUTE = {"score": "softmax", "order": "before", "renormalize": True, "eps": 0.0, "scale": 1.0}
+DEVICE_KERNELS = tuple(name for name in names() if kernel(name).traits.min_arch is not None)
+# Large tiles take other paths of the compiler: weights through tensor descriptors, the matrix on the wide side.
+TILES = {
+    "default": None,
+    "tma": Tile(128, 64, 64, 8, 3, 8, False, True),
+    "swapped": Tile(16, 64, 64, 4, 3, 1, True, True),
+}
+TILED = ("gate_up", "down", "grad_act", "grad_pairs")
+
+
+def _record(
+    name: str, pdl: bool, dtype: torch.dtype = torch.bfloat16, listed: bool = False, **options: Any
+) -> list[Start]:
+    """The starts of one launch of kernel `name` on small tensors, with every optional operand present."""
+    ints, value = torch.int32, {"dtype": dtype}
+
+    def weights(out: int, inner: int) -> list[torch.Tensor]:
+        one = torch.zeros(EXPERTS, out, inner, **value)
+        return [t.clone() for t in one] if listed else [one]
+
+    gate = weights(2 * INNER, HIDDEN)
+    tensors: dict[str, Any] = {
+        "x": torch.zeros(TOKENS, HIDDEN, **value),
+        "grad_y": torch.zeros(TOKENS, HIDDEN, **value),
+        "y": torch.zeros(TOKENS, HIDDEN, **value),
+        "logits": torch.zeros(TOKENS, EXPERTS),
+        "grad_logits": torch.zeros(TOKENS, EXPERTS),
+        "weights": torch.zeros(TOKENS, K, **value),
+        "grad_weights": torch.zeros(TOKENS, K),
+        "ids": torch.zeros(TOKENS, K, dtype=torch.int64),
+        "counts": torch.zeros(1, EXPERTS, dtype=ints),
+        "perm": torch.zeros(PAIRS, dtype=ints),
+        "starts": torch.zeros(EXPERTS + 1, dtype=ints),
+        "act": torch.zeros(PAIRS, INNER, **value),
+        "preact": torch.zeros(PAIRS, 2 * INNER, **value),
+        "grad_preact": torch.zeros(PAIRS, 2 * INNER, **value),
+        "pairs": torch.zeros(PAIRS, HIDDEN, **value),
+        "gate": gate,
+        "up": [],
+        "down": weights(HIDDEN, INNER),
+        "grad_gate": gate,
+        "grad_up": [],
+        "grad_down": weights(HIDDEN, INNER),
+    }
+    attrs = {
+        **({"k": K, **ROUTE, "score_dtype": torch.float32} if name.startswith("route") else {}),
+        **({"num_experts": EXPERTS} if name.startswith("order") else {}),
+        **{"k": K, "activation": "silu", "gated": True, "save": True, "dtype": dtype},
+    }
+    traits = kernel(name).traits
+    with recording() as starts:
+        kernel(name).launch(
+            {key: tensors[key] for key in traits.writes},
+            {key: tensors[key] for key in traits.reads},
+            attrs,
+            pdl=pdl,
+            **options,
+        )
+    assert starts
+    return starts
+
+
+def _audit(start: Start) -> AuditResult:
+    return audit(compile_offline(start))
+
+
+@pytest.mark.parametrize("name", DEVICE_KERNELS)
+def test_every_kernel_waits_first(name: str) -> None:
+    for start in _record(name, pdl=True):
+        result = _audit(start)
+        assert result.ok, f"{result.kernel}: {result.problems}"
+        assert (result.attribute, result.waits, result.triggers) == (True, 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", TILED)
+def test_other_tiles_and_layouts_wait_first(name: str, tile: str, listed: bool) -> None:
+    options = {"tile": TILES[tile]} if TILES[tile] else {}
+    for start in _record(name, pdl=True, listed=listed, **options):
+        result = _audit(start)
+        assert result.ok, f"{result.kernel}: {result.problems}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEVICE_KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+def test_other_dtypes_wait_first(name: str, dtype: torch.dtype) -> None:
+    for start in _record(name, pdl=True, dtype=dtype):
+        assert _audit(start).ok
+
+
+def test_without_pdl_there_is_neither_wait_nor_attribute() -> None:
+    (start,) = _record("combine", pdl=False)
+    result = _audit(start)
+    assert result.ok
+    assert (result.attribute, result.waits, result.triggers) == (False, 0, 0)
+
+
+@triton.jit
+def _no_wait_kernel(source, target, PDL: tl.constexpr):
+    at = tl.arange(0, 128)
+    tl.store(target + at, tl.load(source + at) + 1.0)
+
+
+@triton.jit
+def _late_wait_kernel(source, target, PDL: tl.constexpr):
+    at = tl.arange(0, 128)
+    value = tl.load(source + at)
+    wait(PDL)
+    trigger(PDL)
+    tl.store(target + at, value + 1.0)
+
+
+@triton.jit
+def _wait_in_loop_kernel(source, other, target, PDL: tl.constexpr):
+    row = tl.arange(0, 64)
+    acc = tl.zeros((64, 64), tl.float32)
+    at = row[:, None] * 64 + row[None, :]
+    for step in range(0, 8):
+        wait(PDL)
+        acc = tl.dot(tl.load(source + step * 4096 + at), tl.load(other + step * 4096 + at), acc)
+    tl.store(target + at, acc)
+
+
+@triton.jit
+def _early_trigger_kernel(source, target, PDL: tl.constexpr):
+    trigger(PDL)
+    wait(PDL)
+    at = tl.arange(0, 128)
+    tl.store(target + at, tl.load(source + at) + 1.0)
+
+
+def _start(kernel: Any, operands: int, dtype: torch.dtype = torch.float32, stages: int = 3) -> Start:
+    tensors = [torch.zeros(32768, dtype=dtype) for _ in range(operands - 1)] + [torch.zeros(4096)]
+    return Start(kernel, 1, tuple(tensors), (), {}, True, 4, stages)
+
+
+def test_a_kernel_without_a_wait_is_found() -> None:
+    result = _audit(_start(_no_wait_kernel, 2))
+    assert result.problems == ("launched with the PDL attribute but never waits",)
+    assert len(result.before_wait) == 2
+
+
+def test_a_load_before_the_wait_is_found() -> None:
+    result = _audit(_start(_late_wait_kernel, 2))
+    assert len(result.problems) == 1
+    assert "before the wait: LDG" in result.problems[0]
+
+
+def test_a_wait_in_a_pipelined_loop_is_found() -> None:
+    """Triton moves the loop's first loads above the wait, or repeats the wait: neither is what we allow."""
+    assert not _audit(_start(_wait_in_loop_kernel, 3, torch.bfloat16)).ok
+
+
+def test_a_trigger_before_the_wait_is_found() -> None:
+    assert _audit(_start(_early_trigger_kernel, 2)).problems == ("the trigger comes before the wait",)
+
+
+def test_code_with_other_faults() -> None:
+    good = [
+        "S2R R0, SR_TID.X",
+        "ACQBULK",
+        "LDG.E R2, desc[UR4][R2.64]",
+        "PREEXIT",
+        "STG.E desc[UR4][R2.64], R0",
+        "EXIT",
+    ]
+    assert audit_code("good", good, True).ok
+    assert "without the attribute" in audit_code("plain", good, False).problems[0]
+    assert "2 waits" in audit_code("twice", [good[1], *good], True).problems[0]
+    assert "predicated" in audit_code("sometimes", [good[0], "@P0 ACQBULK", *good[2:]], True).problems[0]
+    assert "control flow" in audit_code("late", ["@P0 EXIT", *good], True).problems[0]
+    bypass = [*good[:2], "LDG.E.CONSTANT R2, desc[UR4][R2.64]", *good[3:]]
+    assert "coherence" in audit_code("bypass", bypass, True).problems[0]

@@ -1,0 +1,36 @@
+"""The README keeps up with the code: every option with its default, every command, every target it names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_compiler import options
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_options_table_is_complete_and_in_order():
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+) \|$", README, flags=re.MULTILINE)
+    assert [key for key, _, _ in rows] == list(options.keys())
+    assert {key: ast.literal_eval(default) for key, default, _ in rows} == options.Options().to_dict()
+
+
+def test_the_example_is_five_lines_of_python():
+    (code,) = re.findall(r"```python\nimport torch, moe_compiler\n(.*?)```", README, flags=re.DOTALL)
+    ast.parse(code)
+    assert len(code.splitlines()) == 5
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z-]+)", README))))
+def test_a_target_that_is_named_exists(target: str):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_a_link_leads_somewhere(link: str):
+    assert (ROOT / link).exists()
