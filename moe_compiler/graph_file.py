@@ -288,8 +288,8 @@ def load_graph(path: str | Path) -> GraphModule:
     except Exception as error:
         raise MoepdlError(
             f"{path} does not rebuild its graph: {type(error).__name__}: {error}",
-            why="it was edited, or it was written by another version of moepdl or torch",
-            try_="write the dump again with this version",
+            why="it was edited, it was written by another version of moepdl or torch, or an operator is not defined",
+            try_="write the dump again with this version, or import the library that defines the operator in the file",
         ) from error
     if not isinstance(graph, GraphModule):
         raise MoepdlError(f"{path} has no function graph() that returns a GraphModule", try_="a file of a dump folder")

@@ -7,6 +7,7 @@ import keyword
 import math
 import operator
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = ["render_graph", "render_repro"]
 INLINE_CONSTANT_LIMIT = 64
 # Names that a node's variable must not hide: what the file itself uses.
 _BODY = "body_"
+_OWN_NAMESPACES = frozenset({"aten", "moepdl", "prim", "prims"})
 _RESERVED = frozenset({"GraphFile", "float", "g", "graph", "math", "operator", "parent", "slice", "torch"})
 
 _SHOW = """
@@ -75,6 +77,13 @@ class _Writer:
         lines += ["# ruff: noqa", imports, "", "from moe_compiler.graph_file import GraphFile"]
         return "\n".join(lines) + "\n" + "".join(f"\n\n{text}" for text in self.functions)
 
+    def registered(self, name: str) -> None:
+        """Have the file import the module that defines the operator `namespace::name` of another library."""
+        if name.partition("::")[0] not in _OWN_NAMESPACES:
+            module = _defining_module(name)
+            if module is not None and module != "__main__":
+                self.imports.add(module)
+
     def function(self, module: GraphModule, name: str, *, nested: bool) -> None:
         """Append the function that rebuilds `module`, then those of the bodies that it needs."""
         place = len(self.functions)
@@ -123,7 +132,7 @@ class _Body:
             return f"g.output({self.text(node.args[0])})"
         variable = self.variable(node)
         if node.op == "placeholder":
-            return f"{variable} = g.placeholder({node.name!r}, {self.value(node.meta.get('val'))})"
+            return f"{variable} = g.placeholder({node.name!r}, {self.value(_result(node))})"
         if node.op == "get_attr":
             return f"{variable} = g.attribute({node.name!r}, {node.target!r}, {self.attribute(str(node.target))})"
         if node.op == "call_module":
@@ -132,8 +141,8 @@ class _Body:
         parts = [repr(node.name), target, self.text(tuple(node.args))]
         if node.kwargs:
             parts.append(self.text(dict(node.kwargs)))
-        if not isinstance(node.meta.get("val"), (type(None), torch.SymFloat, torch.SymBool)):
-            parts.append(f"val={self.value(node.meta['val'])}")
+        if not isinstance(_result(node), (type(None), torch.SymFloat, torch.SymBool)):
+            parts.append(f"val={self.value(_result(node))}")
         return f"{variable} = g.{'method' if node.op == 'call_method' else 'call'}({', '.join(parts)})"
 
     def variable(self, node: Node) -> str:
@@ -168,9 +177,11 @@ class _Body:
         """The function as an expression that finds it again."""
         if isinstance(target, torch._ops.OpOverload):
             namespace, _, name = target._schema.name.partition("::")
+            self.writer.registered(target._schema.name)
             return f"torch.ops.{namespace}.{name}.{target._overloadname}"
         if isinstance(target, torch._ops.OpOverloadPacket):
             namespace, _, name = target._qualified_op_name.partition("::")
+            self.writer.registered(target._qualified_op_name)
             return f"torch.ops.{namespace}.{name}"
         if isinstance(target, torch._ops.HigherOrderOperator):
             return f"torch.ops.higher_order.{target.name()}"
@@ -246,6 +257,27 @@ class _Body:
         if callable(value):
             return self.target(value)
         return f"g.opaque({_described(value)!r})"
+
+
+def _defining_module(name: str) -> str | None:
+    """The module whose import defines the operator `namespace::name`, None when torch did not record it."""
+    try:
+        from torch._library import custom_ops, simple_registry
+
+        definition = custom_ops.OPDEFS.get(name)
+        if definition is not None:
+            return definition._init_fn.__module__
+        kernel = simple_registry.singleton.find(name).fake_impl.kernel
+    except (ImportError, AttributeError):
+        return None
+    file = kernel.source.rpartition(":")[0] if kernel is not None else ""
+    modules = [module for module, loaded in list(sys.modules.items()) if getattr(loaded, "__file__", None) == file]
+    return min(modules, default=None)
+
+
+def _result(node: Node) -> Any:
+    """What the node computed in the traced run; Dynamo's own graphs keep it under another key."""
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def _subterms(expression: Any) -> Iterator[Any]:

@@ -34,6 +34,7 @@ __all__ = ["render", "render_fragment"]
 # A graph of a whole model is long; the dump has all of it.
 MAX_CODE = 120_000
 MAX_DIFF_LINES = 3000
+MAX_DELTAS = 6
 # A sign and a word before any colour.
 _STATUS = {
     "rewritten": ("✓", "ok", "the graph was rewritten"),
@@ -178,15 +179,27 @@ def _passes(passes: list[PassRecord]) -> str:
     heads = ["Phase", "Pass", "Level", "Numerics", "#Rewrites", *(["#Time"] if timed else []), "Operators"]
     rows = []
     for item in passes:
-        delta = "".join(_delta(name, count) for name, count in sorted(item.delta.items()) if count)
+        delta = _deltas(item.delta)
         rows.append(
             f"<tr{'' if item.rewrites else ' class=idle'}><td>{escape(item.phase)}</td>"
-            f"<td><code>{escape(item.name)}</code></td><td>{escape(item.level)}</td><td>{escape(item.numerics)}</td>"
+            f'<td class="name"><code>{escape(item.name)}</code></td><td>{escape(item.level)}</td>'
+            f"<td>{escape(item.numerics)}</td>"
             f'<td class="number">{item.rewrites}</td>'
             + (f'<td class="number">{item.seconds * 1e3:.1f} ms</td>' if timed else "")
             + f"<td>{delta or '<span class=muted>unchanged</span>'}</td></tr>"
         )
     return _table(heads, rows)
+
+
+def _deltas(delta: dict[str, int]) -> str:
+    """The largest changes first; what is beyond the first few is folded away."""
+    ordered = sorted(delta.items(), key=lambda pair: (-abs(pair[1]), pair[0]))
+    shown = [_delta(name, count) for name, count in ordered if count]
+    if len(shown) <= MAX_DELTAS:
+        return "".join(shown)
+    rest = "".join(shown[MAX_DELTAS:])
+    more = f"<details><summary>{len(shown) - MAX_DELTAS} more</summary>{rest}</details>"
+    return "".join(shown[:MAX_DELTAS]) + more
 
 
 def _delta(name: str, count: int) -> str:

@@ -3,11 +3,13 @@
 Layers are networkx's topological generations; a line that skips layers gets a bend in each of them, so that it goes
 around boxes and not behind them; order within a layer is by barycentre, swept down and up; then boxes move towards the
 middle of their neighbours as far as their order allows. Fast enough for ten thousand nodes, and the same input gives
-the same picture. A picture of more than `VISIBLE_NODES` boxes helps nobody: `fold` merges equal labels first.
+the same picture. Equal parts (the layers of a model) are drawn once, and since more than `VISIBLE_NODES` boxes help
+nobody, beyond that number equal labels are merged.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from moe_compiler.report import DagRecord
 __all__ = ["VISIBLE_NODES", "Box", "Layout", "Route", "amount", "fold", "lay_out", "text_width"]
 
 VISIBLE_NODES = 400
+MAX_FORMULA = 20
 
 LINE_HEIGHT = 16.0
 PADDING_X = 12.0
@@ -93,11 +96,52 @@ def amount(value: Any, unit: str) -> str:
     if value is None or value == 0 or value == "":
         return ""
     if isinstance(value, str):
-        return f"{value} {unit}"
+        # A long formula says little in a picture: name what it depends on.
+        symbols = dict.fromkeys(re.findall(r"[A-Za-z_]\w*", value))
+        formula = value if len(value) <= MAX_FORMULA else f"f({', '.join(symbols)})"
+        return f"{formula} {unit}"
     for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"
+
+
+def fold_parts(dag: DagRecord) -> tuple[DagRecord, str]:
+    """The DAG with one part for all its equal ones, and a note that says so: the layers of a model look the same.
+
+    A part is a connected piece. Two are equal when nodes and edges agree, in their order, in all but ids and groups.
+    """
+    graph = nx.Graph()
+    graph.add_nodes_from(node["id"] for node in dag.nodes)
+    graph.add_edges_from((edge["source"], edge["target"]) for edge in dag.edges)
+    home = {identity: number for number, part in enumerate(nx.connected_components(graph)) for identity in part}
+    nodes: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    edges: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for node in dag.nodes:
+        nodes[home[node["id"]]].append(node)
+    for edge in dag.edges:
+        edges[home[edge["source"]]].append(edge)
+    seen: dict[str, int] = {}
+    for number, part in nodes.items():
+        place = {node["id"]: index for index, node in enumerate(part)}
+        looks = [{key: value for key, value in node.items() if key not in ("id", "group")} for node in part]
+        joins = [
+            {**edge, "source": place.get(edge["source"], -1), "target": place.get(edge["target"], -1)}
+            for edge in edges[number]
+        ]
+        seen.setdefault(repr((looks, joins)), number)
+    if len(seen) == len(nodes):
+        return dag, ""
+    kept = set(seen.values())
+    note = f"{len(nodes)} separate parts, equal ones drawn once: {len(kept)} shown; dag.dot has all of them"
+    return (
+        DagRecord(
+            dag.direction,
+            [node for number in kept for node in nodes[number]],
+            [edge for number in kept for edge in edges[number]],
+        ),
+        note,
+    )
 
 
 def fold(dag: DagRecord, limit: int = VISIBLE_NODES) -> tuple[DagRecord, str]:
@@ -146,7 +190,9 @@ class _Sheet:
 def lay_out(dag: DagRecord, limit: int = VISIBLE_NODES) -> Layout:
     """Positions for a DAG. Edges that name an unknown node are left out; an edge that closes a circle (folding can make
     one) does not take part in the layering and is drawn upwards."""
-    dag, note = fold(dag, limit)
+    dag, parts_note = fold_parts(dag)
+    dag, label_note = fold(dag, limit)
+    note = "; ".join(filter(None, [parts_note, label_note]))
     boxes = {str(node["id"]): _box(node) for node in dag.nodes}
     edges = [edge for edge in dag.edges if str(edge["source"]) in boxes and str(edge["target"]) in boxes]
     forward, backward = _acyclic(boxes, edges)
@@ -193,7 +239,8 @@ def _box(node: dict[str, Any]) -> Box:
     lines = [_shorten(label, 34)] + ([_shorten(detail, 40)] if detail else [])
     width = max(text_width(lines[0], 13) * 1.06, *(text_width(line, 11) for line in lines[1:]), 30.0) + 2 * PADDING_X
     kind = str(node.get("kind", "compute"))
-    title = "\n".join(filter(None, [label, kind, str(node.get("group") or ""), detail]))
+    facts = [f"{name} {node[name]}" for name in ("bytes", "flops") if node.get(name)]
+    title = "\n".join(filter(None, [label, kind, str(node.get("group") or ""), *facts]))
     return Box(str(node["id"]), lines, kind, title, width, len(lines) * LINE_HEIGHT + 2 * PADDING_Y)
 
 

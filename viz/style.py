@@ -78,6 +78,7 @@ CSS = (
 .moepdl th { text-align: left; font-weight: 600; color: var(--muted); font-size: 13px; }
 .moepdl th, .moepdl td { padding: 6px 12px 6px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 .moepdl td.number, .moepdl th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.moepdl td.name code { white-space: nowrap; overflow-wrap: normal; }
 .moepdl tr.idle td { color: var(--muted); }
 .moepdl .delta { display: inline-block; margin: 0 8px 0 0; white-space: nowrap; }
 .moepdl .delta.plus { color: var(--ok); } .moepdl .delta.minus { color: var(--bad); }

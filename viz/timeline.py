@@ -20,7 +20,7 @@ __all__ = ["Span", "lanes_of", "place", "schedule_text", "trace"]
 UNIT_US = 1.0
 # How much of the shorter of two kernels a programmatic edge hides in the picture when its gain has no prediction.
 NOMINAL_OVERLAP = 0.25
-UNIT_NOTE = "no prediction: each launch counts as one unit, and a programmatic start as a quarter of it"
+UNIT_NOTE = "no prediction: each launch is drawn as one unit"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import ExpertsSpec, Match, Miss
 from moe_compiler.passes.formulations.activation import Activation
-from moe_compiler.passes.formulations.walk import require, same_size, shape_of, strip_views, strip_views_casts
+from moe_compiler.passes.formulations.walk import elements_of, is_cast, require, same_size, shape_of
 
 __all__ = ["Attempt", "Bindings", "Example", "Formulation", "attempt"]
 
@@ -94,16 +94,6 @@ def attempt(formulation: Formulation, graph: Graph, anchor: Node) -> Attempt:
     return Attempt(formulation, anchor, len(formulation.steps) + 1, match=match)
 
 
-def token_matrix(node: Node, reason: str) -> Node:
-    """The two-dimensional [T, K] node behind a flattened one."""
-    flat = node
-    node = strip_views(flat)
-    if len(shape_of(node)) == 2:
-        return node
-    require(False, reason, flat)
-    raise AssertionError
-
-
 def split_by_activation(activation: Activation, weight_of: Callable[[Node], Node]) -> tuple[tuple[Node, ...], ...]:
     """(gate, up) weight tuples for an activation whose halves come from matmuls; packed when they share one."""
     gate = weight_of(activation.gate.source)
@@ -126,29 +116,24 @@ def experts_spec(activation: Activation, matmul: Node, output: Node, weight_at: 
 
 
 def check_sizes(x: Node, ids: Node, weights: Node | None) -> None:
-    """x [T, H], ids [T, K] and weights [T, K] must agree on T and K for every T."""
+    """x [T, H], ids [T, K] and weights [T, K] must agree on T and K for every T.
+
+    ids and weights may have more dimensions in front: raising flattens those.
+    """
     require(len(shape_of(x)) == 2, "the tokens are not a [T, H] matrix", x)
-    require(same_size(shape_of(x)[0], shape_of(ids)[0]), "ids and tokens differ in their number of rows", ids)
+    tokens, k = elements_of(shape_of(ids)[:-1]), shape_of(ids)[-1]
+    require(same_size(shape_of(x)[0], tokens), "ids and tokens differ in their number of rows", ids)
     if weights is not None:
-        require(
-            all(same_size(a, b) for a, b in zip(shape_of(ids), shape_of(weights), strict=True)),
-            "weights and ids differ in shape",
-            weights,
-        )
+        own = shape_of(weights)
+        fits = own[-1] == k and same_size(elements_of(own[:-1]), tokens)
+        require(fits, "weights and ids differ in shape", weights)
 
 
 def trailing_cast(node: Node) -> Node:
     """Follow the single user of a block's result while it is a floating cast: it belongs to the block."""
-    from moe_compiler.passes.formulations.walk import is_cast
-
     while len(node.users) == 1:
         user = next(iter(node.users))
         if not is_cast(user):
             break
         node = user
     return node
-
-
-def expert_weight(node: Node, what: str) -> Node:
-    """An expert weight operand behind no-op casts; a Miss when it is computed from something else than a parameter."""
-    return strip_views_casts(node) if node.meta.get("val") is not None else node

@@ -24,18 +24,20 @@ from moe_compiler.passes.formulations.base import (
     check_sizes,
     experts_spec,
     split_by_activation,
-    token_matrix,
     trailing_cast,
 )
+from moe_compiler.passes.formulations.pairs import match_choice, match_weights
 from moe_compiler.passes.formulations.walk import (
     arg,
+    elements_of,
     is_op,
     require,
     same_size,
     shape_of,
     strip,
-    strip_casts,
+    strip_ids,
     strip_views,
+    strip_views_casts,
     users_through,
     view_or_cast,
 )
@@ -114,8 +116,8 @@ def order(b: Bindings) -> None:
         require(is_op(perm, "argsort"), f"the permutation comes from {op_name(perm)}, not from a sort of the ids", perm)
         sort = perm
     require(not arg(sort, "descending"), "the ids are sorted in descending order", sort)
-    ids = token_matrix(sort.args[0], "the sorted ids are not [T, k]")
-    require(shape_of(ids)[1] == b.k, f"perm // {b.k}, but {shape_of(ids)[1]} experts a token", ids)
+    ids = match_choice(sort.args[0])
+    require(shape_of(ids)[-1] == b.k, f"perm // {b.k}, but {shape_of(ids)[-1]} experts a token", ids)
     b.bind(sort=sort, ids=ids)
 
 
@@ -135,7 +137,7 @@ def offsets(b: Bindings) -> None:
     source = counts.args[0]
     source = source.args[0] if is_op(source, "to", "_to_copy") else source
     source = source.args[0] if is_op(source, "clamp", "clamp_") else source
-    known = strip_views(source) is b.ids or (
+    known = strip_ids(source) is strip_ids(b.ids) or (
         op_name(source) == "getitem" and source.args[1] == 0 and source.args[0] is b.sort
     )
     require(known, "the counts are not of the sorted ids", counts)
@@ -176,7 +178,7 @@ def _weights_at_pairs(b: Bindings, node: Node) -> Node:
     require(is_op(node, "index", "index_select", "gather"), f"the routing weights come from {op_name(node)}, not from w[perm]", node)
     index = node.args[1][0] if is_op(node, "index") else node.args[2]  # type: ignore[index]
     require(strip_views(index) is b.perm, "the routing weights are gathered by another index than perm", node)
-    return token_matrix(strip_casts(node.args[0]), "the routing weights are not [T, k]")  # type: ignore[arg-type]
+    return match_weights(node.args[0], b.ids, node)  # type: ignore[arg-type]
 
 
 def weigh(b: Bindings) -> None:
@@ -186,17 +188,15 @@ def weigh(b: Bindings) -> None:
         rows = step
         step = _next(step)
         weight = combine.match_weigh(step, rows)
-        b.bind(weights=token_matrix(strip_casts(weight), "the routing weights are not [T, k]"), home=True)
+        b.bind(weights=match_weights(weight, b.ids, step), home=True)
     else:
         weight = combine.match_weigh(step, _behind(step, b.second))
-        b.bind(weights=_weights_at_pairs(b, weight), home=False)
+        b.bind(weights=_weights_at_pairs(b, strip_views_casts(weight)), home=False)
     b.bind(weighted=step)
 
 
 def _behind(step: Node, rows: Node) -> Node:
     """The operand of `step` that is `rows` behind sentinel masks, as `match_weigh` will see it."""
-    from moe_compiler.passes.formulations.walk import strip_views_casts
-
     for operand in step.args[:2]:
         if isinstance(operand, Node) and _rows(operand) is rows:
             return strip_views_casts(operand)
@@ -212,7 +212,7 @@ def _next(node: Node) -> Node:
 
 def home(b: Bindings) -> None:
     step = _next(b.weighted)
-    tokens = shape_of(b.ids)[0]
+    tokens = elements_of(shape_of(b.ids)[:-1])
     if not b.home and is_op(step, "index_add", "index_add_", "scatter_add", "scatter_add_"):
         require(is_op(step.args[0], "zeros", "zeros_like", "new_zeros"), "the combine adds to something else than zeros", step)
         require(step.args[1] == 0 and strip_views(step.args[2]) is b.token, "rows are added at another index than perm // k", step)  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from moe_compiler.passes.formulations.walk import (
 
 __all__ = [
     "is_counting",
+    "match_choice",
     "match_ids",
     "match_pair_index",
     "match_pair_rows",
@@ -74,14 +75,17 @@ def match_ids(index: Node, experts: int) -> Node:
             f"an id that is not in 0..{experts - 1} would run expert {experts - 1} here and nothing once rewritten; "
             f"take the ids from a top-k over {experts} scores, or use the grouped_mm experts",
         )
-    base = strip_ids(index)
-    path = base.args[0] if base is not node and is_op(base, "clamp", "clip", "clamp_max", "clamp_min") else index
+        return match_choice(clamp.args[0])  # type: ignore[arg-type]
+    return match_choice(index)
+
+
+def match_choice(index: Node) -> Node:
+    """The [T, K] choice of experts that `index` flattens (any rank above two is seen as [T, K] too)."""
+    node = strip_ids(index)
     shape = shape_of(node)
-    require(len(shape) >= 2, "the gathered ids are not a [T, K] choice of experts", index)
-    k = shape[-1]
-    require(k.is_Integer, "the number of experts a token is not a constant", node)
-    tokens = elements_of(shape[:-1])
-    found = pairs_matrix(path, tokens, int(k), lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
+    require(len(shape) >= 2, "the ids are not a [T, K] choice of experts", index)
+    require(shape[-1].is_Integer, "the number of experts a token is not a constant", node)
+    found = pairs_matrix(index, elements_of(shape[:-1]), int(shape[-1]), lambda n: view_or_cast(n) or is_index_cast(n))
     return found if found is not None else node
 
 

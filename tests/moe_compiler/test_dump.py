@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import operator
 import subprocess
@@ -184,6 +185,22 @@ def test_names_and_arguments_that_need_care(tmp_path):
     assert again.large.shape == (100, 3)
 
 
+def test_operators_of_other_libraries_bring_their_import(tmp_path, monkeypatch):
+    (tmp_path / "other_library.py").write_text(
+        "import torch\n"
+        "@torch.library.custom_op('otherlib::twice', mutates_args=())\n"
+        "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("other_library")
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.ops.otherlib.twice.default, (graph.placeholder("x"),)))
+    text = render_graph(GraphModule(torch.nn.Module(), graph), "t")
+    assert "\nimport other_library\n" in text
+    (tmp_path / "g.py").write_text(text)
+    assert load_graph(tmp_path / "g.py")(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 def test_what_has_no_spelling_is_named_when_loaded(tmp_path):
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -240,6 +257,7 @@ def test_a_report_is_read_back_with_its_times(samples, tmp_path):
     assert again.passes == report.passes
     assert again.dump_folder == str(frame)
     assert again == dataclasses.replace(report, options={**report.options, "dump": "."})
+    assert "y = experts(x)" not in (frame / "report.json").read_text()
 
 
 def test_a_second_dump_of_a_frame_replaces_the_first(samples, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_compiler.report import DagRecord
-from moe_compiler.viz.layout import PADDING_X, amount, fold, lay_out, text_width
+from moe_compiler.viz.layout import PADDING_X, amount, fold, fold_parts, lay_out, text_width
 
 
 def chain_of(count: int, label: str = "n{}") -> DagRecord:
@@ -22,7 +22,7 @@ def chain_of(count: int, label: str = "n{}") -> DagRecord:
 def dags(draw) -> DagRecord:
     count = draw(st.integers(1, 24))
     pairs = draw(st.sets(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=50))
-    nodes = [{"id": str(index), "label": "x" * draw(st.integers(0, 50))} for index in range(count)]
+    nodes = [{"id": str(index), "label": f"{index} {'x' * draw(st.integers(0, 50))}"} for index in range(count)]
     edges = [{"source": str(a), "target": str(b), "kind": "raw"} for a, b in sorted(pairs) if a < b]
     return DagRecord("forward", nodes, edges)
 
@@ -125,7 +125,19 @@ def test_folding_starts_above_the_limit_and_says_so():
     assert [node["label"] for node in dag.nodes] == ["a x150", "b x150", "c x150"]
     assert [(edge["source"], edge["target"]) for edge in dag.edges] == [("0.a", "0.b"), ("0.b", "0.c")]
     assert note == "450 nodes are folded by label into 3; dag.dot has all of them"
-    assert lay_out(repeated).note == note
+    assert lay_out(repeated).note == ("150 separate parts, equal ones drawn once: 1 shown; dag.dot has all of them")
+
+
+def test_equal_parts_are_drawn_once():
+    layers = [("a", "route"), ("b", "experts"), ("c", "route"), ("d", "experts"), ("e", "route"), ("f", "shared")]
+    nodes = [{"id": name, "label": label, "group": f"layer of {name}"} for name, label in layers]
+    edges = [{"source": a, "target": b, "kind": "raw"} for a, b in ("ab", "cd", "ef")]
+    dag, note = fold_parts(DagRecord("forward", nodes, edges))
+    assert [node["id"] for node in dag.nodes] == ["a", "b", "e", "f"]
+    assert len(dag.edges) == 2
+    assert note == "3 separate parts, equal ones drawn once: 2 shown; dag.dot has all of them"
+    edges[1] = {**edges[1], "programmatic": True}
+    assert fold_parts(DagRecord("forward", nodes, edges))[1] == ""
 
 
 def test_a_large_dag_is_laid_out_in_seconds():
@@ -142,4 +154,5 @@ def test_amounts():
     assert amount(51.5e9, "FLOP") == "51.5 GFLOP"
     assert amount(12, "B") == "12 B"
     assert amount("4096*s77", "B") == "4096*s77 B"
+    assert amount("2**(9 - 2*T)*(-64*3**T + E)", "B") == "f(T, E) B"
     assert amount(None, "B") == amount(0, "B") == ""

@@ -1,0 +1,104 @@
+"""Canaries: each wrapper of a private torch API, by name, so that a torch release that moves one says which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_compiler import torch_private
+
+
+def test_fake_mode_of_and_fakeify():
+    mode = torch_private.fake_mode_of([torch.ones(2)])
+    fake = torch_private.fakeify(mode, torch.ones(2, 3))
+    assert tuple(fake.shape) == (2, 3) and fake.fake_mode is mode
+    assert torch_private.fakeify(mode, 7) == 7
+
+
+def test_make_fx_pre_dispatch_keeps_composite_operators():
+    mode = torch_private.fake_mode_of([])
+    x, w = (torch_private.fakeify(mode, torch.ones(2, 2)) for _ in range(2))
+    traced = torch_private.make_fx_pre_dispatch(lambda a, b: torch.nn.functional.linear(a, b), mode, [x, w])
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [torch.ops.aten.linear.default]
+
+
+def test_make_fx_decomposed_gives_what_inductor_lowers():
+    mode = torch_private.fake_mode_of([])
+    x = torch_private.fakeify(mode, torch.ones(2, 2))
+    traced = torch_private.make_fx_decomposed(lambda a: torch.nn.functional.silu(a), mode, [x])
+    targets = [n.target for n in traced.graph.nodes if n.op == "call_function"]
+    assert torch.ops.aten.silu.default not in targets and targets
+
+
+def test_aot_module_hands_over_forward_and_backward():
+    phases = []
+
+    def note(module, is_backward):
+        phases.append(is_backward)
+        return module
+
+    def backend(module, inputs):
+        return torch_private.aot_module(module, inputs, note, backward_now=True)
+
+    x = torch.ones(2, requires_grad=True)
+    out = torch.compile(lambda a: (a * a).sum(), backend=backend)(x)
+    out.backward()
+    assert phases == [False, True] and torch.equal(x.grad, torch.full((2,), 2.0))
+
+
+def test_compile_fx_takes_patches_for_one_compile():
+    from torch._inductor import config
+
+    seen = []
+
+    class Pass(torch_private.post_grad_pass_base()):
+        def __call__(self, graph):
+            seen.append(len(graph.nodes))
+
+        def uuid(self):
+            return None
+
+    def backend(module, inputs):
+        return torch_private.compile_fx(module, inputs, {"post_grad_custom_pre_pass": Pass()})
+
+    assert torch.compile(lambda a: a + 1, backend=backend)(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+    assert len(seen) == 1
+    assert config.post_grad_custom_pre_pass is None and torch_private.user_post_grad_passes() == ()
+
+
+def test_mode_options_knows_inductors_modes():
+    assert torch_private.mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
+    with pytest.raises(RuntimeError):
+        torch_private.mode_options("fastest")
+
+
+def test_compile_id_and_subgraph_reason_inside_of_a_compile():
+    found = []
+
+    def backend(module, inputs):
+        found.append((torch_private.current_compile_id(), torch_private.subgraph_reason(module)))
+        return module
+
+    def function(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    before = torch_private.graph_break_count()
+    torch.compile(function, backend=backend)(torch.ones(2))
+    assert torch_private.graph_break_count() > before
+    assert len(found) == 2 and found[0][0] != found[1][0]
+    assert "test_torch_private.py" in found[0][1] and found[1][1] == ""
+    assert torch_private.current_compile_id() == "0/0"
+
+
+def test_real_tensors_inside_of_a_fake_mode():
+    mode = torch_private.fake_mode_of([])
+    with mode, torch_private.real_tensors():
+        assert float(torch.ones(3).sum()) == 3.0
+
+
+def test_code_cache_dir_follows_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert torch_private.code_cache_dir() == str(tmp_path)
+
+
