@@ -102,6 +102,7 @@ class Compilation:
         trial = module
         if self.options.on_error == "fallback":
             trial = copy_graph(module)
+        record_graph(module, "autograd", context)
         try:
             run_phase(trial, "graph", context)
         except MoepdlError as error:
@@ -167,6 +168,9 @@ class Compilation:
             self.report.phases_pending.remove("forward")
             if "backward" in self.report.phases_pending and self._load_phase("backward"):
                 self.report.phases_pending.remove("backward")
+        if raised and "forward" in self.report.phases_pending:
+            self.report.phases_pending.remove("forward")
+            self.report.notes.append("Inductor ran no pass after autograd: each block runs as one operator, without chains")
         return compiled
 
     def _run_eager(self, module: GraphModule, raised: bool) -> GraphModule:

@@ -79,10 +79,13 @@ def convex(dag: nx.DiGraph, nodes: Iterable[Node]) -> bool:
 
 
 def neighbourhood(dag: nx.DiGraph, nodes: Iterable[Node]) -> nx.DiGraph:
-    """The sub-DAG of these nodes and whatever is one edge away."""
+    """The sub-DAG of these nodes and whatever is one edge away, nodes in graph order."""
     group = set(nodes)
     near = {other for node in group for other in (*dag.predecessors(node), *dag.successors(node))}
-    return dag.subgraph(group | near)
+    kept = nx.DiGraph()
+    kept.add_nodes_from(node for node in dag if node in group or node in near)
+    kept.add_edges_from((a, b, data) for a, b, data in dag.edges(data=True) if a in kept and b in kept)
+    return kept
 
 
 def stage_sizes(node: Node) -> dict[str, int]:

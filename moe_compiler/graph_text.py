@@ -36,11 +36,12 @@ OPTIONS = {options}
 if __name__ == "__main__":
     import sys
 
+    from moe_compiler.backend import moepdl
     from moe_compiler.graph_file import example_inputs
 
     module = graph()
     device = sys.argv[1] if len(sys.argv) > 1 else None  # e.g. cpu, where the recorded device is absent
-    compiled = torch.compile(module, backend="moepdl", options=OPTIONS)
+    compiled = torch.compile(module, backend=moepdl, options=OPTIONS)
     print(compiled(*example_inputs(module, device=device)))
 """
 

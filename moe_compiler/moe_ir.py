@@ -175,7 +175,9 @@ class ExpertsSpec:
 class Match:
     """One MoE block of a captured graph, with everything bound that raising it needs.
 
-    x_TH, ids_TK, weights_TK: the operands. gate, up, down: expert weights as nodes in the layouts of
+    x_TH, ids_TK, weights_TK: the operands; ids and weights may have more dimensions in front than T, which raising
+    flattens. weights_TK is None where the source has only dense scores [T, E]: then `router` and `logits` are bound,
+    and the router makes the weights. gate, up, down: expert weights as nodes in the layouts of
     `moepdl::experts`; `transposed` names those lists whose nodes hold [.., in, out] and need a transposed view.
     output: the node whose value the block computes, [T, H]. inner: nodes that belong to the block alone.
     """
@@ -184,7 +186,7 @@ class Match:
     spec: ExpertsSpec
     x_TH: Node
     ids_TK: Node
-    weights_TK: Node
+    weights_TK: Node | None
     gate: tuple[Node, ...]
     up: tuple[Node, ...]
     down: tuple[Node, ...]
@@ -201,4 +203,5 @@ class Match:
 
     def roles(self) -> dict[str, Node]:
         """The single-node roles, for printing and for tests."""
-        return {"x": self.x_TH, "ids": self.ids_TK, "weights": self.weights_TK, "output": self.output}
+        found = {"x": self.x_TH, "ids": self.ids_TK, "weights": self.weights_TK, "output": self.output}
+        return {name: node for name, node in found.items() if node is not None}

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from moe_compiler.graph_text import render_graph
 from moe_compiler.errors import MoepdlError, PassError
 from moe_compiler.graph_pass import Context, GraphPass
+from moe_compiler.moe_ir import op_name
 from moe_compiler.numeric import compare, copy_graph
 from moe_compiler.passes.canonicalize import canonicalize
 from moe_compiler.passes.chain_pdl import chain_pdl
@@ -55,7 +56,7 @@ def _text(graph: Graph) -> str:
 
 
 def _operators(graph: Graph) -> Counter[str]:
-    return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
+    return Counter(op_name(node) for node in graph.nodes if node.op == "call_function")
 
 
 def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Context) -> int:

@@ -10,13 +10,13 @@ The pass changes nothing: it fills `context.matches`, and the report's misses wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import sympy
 import torch
 from torch.fx import Graph, Node
 
-from moe_compiler.aliasing import alias_root, mutated_arguments
+from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
@@ -35,6 +35,24 @@ def _operands(match: Match) -> list[Node]:
     return found
 
 
+# Only the shape, dtype and device of the argument are read.
+_READS_NO_VALUES = (
+    "zeros_like",
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "new_zeros",
+    "new_empty",
+    "new_full",
+    "new_ones",
+)
+
+
+def _read_by(node: Node) -> list[Node]:
+    """The nodes whose values a node reads."""
+    return [] if is_op(node, *_READS_NO_VALUES) else node.all_input_nodes
+
+
 def _inside(match: Match) -> frozenset[Node]:
     """The nodes between the block's operands and its output; a Miss when something unbound is read on the way."""
     boundary = set(_operands(match))
@@ -51,7 +69,7 @@ def _inside(match: Match) -> frozenset[Node]:
         if node.op in ("placeholder", "get_attr"):
             raise Miss(f"the block also reads {node.name}, which no role explains", node)
         inside.add(node)
-        pending.extend(node.all_input_nodes)
+        pending.extend(_read_by(node))
     return frozenset(inside)
 
 
@@ -71,14 +89,15 @@ def _leads_somewhere(node: Node, inside: frozenset[Node]) -> bool:
     return False
 
 
-def _check_closed(match: Match, inside: frozenset[Node]) -> None:
+def _check_closed(match: Match, inside: frozenset[Node], order: dict[Node, int]) -> None:
     """No value that depends on tokens, routing weights or expert weights may be read outside, but the output."""
-    values = set(_operands(match)) - {match.ids_TK}
-    dependent: set[Node] = set()
-    for node in match.output.graph.nodes:
-        if node in inside and (any(i in values or i in dependent for i in node.all_input_nodes)):
-            dependent.add(node)
-    for node in dependent - {match.output}:
+    dependent = set(_operands(match)) - {match.ids_TK}
+    for node in sorted(inside, key=order.__getitem__):
+        if not any(source in dependent for source in _read_by(node)):
+            continue
+        dependent.add(node)
+        if node is match.output:
+            continue
         for user in node.users:
             if user not in inside and _leads_somewhere(user, inside):
                 raise Miss(
@@ -113,30 +132,70 @@ def _check_region(nodes: Iterable[Node], output: Node, region: dict[Node, tuple[
             raise Miss(f"{what} spans two autocast or grad-mode regions", node)
 
 
-def _check_not_mutated(match: Match, inside: frozenset[Node], order: dict[Node, int]) -> None:
-    roots = {alias_root(node) for node in _operands(match)}
-    first = min(order[node] for node in inside)
-    for node in match.output.graph.nodes:
-        if first < order[node] < order[match.output]:
+class _Writes:
+    """Who writes into which memory: the in-place operators of a graph by the node that made the memory."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.order = {node: index for index, node in enumerate(graph.nodes)}
+        self.by_root: dict[Node, list[Node]] = {}
+        for node in graph.nodes:
             for written in mutated_arguments(node):
-                if alias_root(written) in roots and node not in inside:
-                    raise Miss(f"{written.name} is written to while the block still reads it", node)
+                self.by_root.setdefault(alias_root(written), []).append(node)
+
+    def between(self, nodes: Iterable[Node], first: Node, last: Node, own: Collection[Node]) -> Node | None:
+        """A node between two others that writes into the memory of one of `nodes` and is not one of `own`."""
+        for root in {alias_root(node) for node in nodes}:
+            for writer in self.by_root.get(root, ()):
+                if self.order[first] < self.order[writer] < self.order[last] and writer not in own:
+                    return writer
+        return None
 
 
-def _bind_router(match: Match, region: dict[Node, tuple[object, ...]]) -> None:
-    """Resolve the router of a match in place; what it is not is kept in `router_miss`."""
+def _check_not_mutated(match: Match, inside: frozenset[Node], writes: _Writes) -> None:
+    first = min(inside, key=writes.order.__getitem__)
+    writer = writes.between([*_operands(match), *inside], first, match.output, inside)
+    if writer is not None:
+        raise Miss(f"{writer.name} writes into memory that the block still reads", writer)
+    for node in inside:
+        for written in mutated_arguments(node):
+            root = alias_root(written)
+            if root not in inside:
+                raise Miss(f"{node.name}, inside of the block, writes into {root.name}, which is not the block's", node)
+            late = next((user for user in _views(root) if user not in inside and user.op != "output"), None)
+            if late is not None and writes.order[late] < writes.order[match.output]:
+                raise Miss(f"{late.name} reads memory that the block writes in place", late)
+
+
+def _views(root: Node) -> list[Node]:
+    """The users of a node and of everything that shares its memory."""
+    found: list[Node] = []
+    pending, seen = [root], {root}
+    while pending:
+        alias = pending.pop()
+        for user in alias.users:
+            found.append(user)
+            if alias in aliases_argument(user) and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return found
+
+
+def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object, ...]]) -> None:
+    """Resolve the router of a match in place; what it is not is kept in `router_miss`.
+
+    Values of the router that are used elsewhere (scores that the model returns, an auxiliary loss) stay where they
+    are, beside the raised router: only its weights and ids are replaced.
+    """
     if match.router is not None or match.weights_TK is None:
         return
     try:
         router = match_router(match.weights_TK, match.ids_TK)
-        own = set(router.inner) | {router.weights}
-        for node in router.inner:
-            scores = node in router.logits.users or node is router.logits
-            for user in node.users:
-                outside = user not in own and user not in match.inner and user is not router.ids
-                if outside and not scores and op_name(user) != "getitem":
-                    raise Miss(f"{node.name}, a value from inside the router, is also used by {user.name}", user)
         _check_region(router.inner, router.weights, region, "the router")
+        own = [*router.inner, router.weights, router.ids]
+        first, last = (pick(own, key=writes.order.__getitem__) for pick in (min, max))
+        writer = writes.between([*own, router.logits], first, last, own)
+        if writer is not None:
+            raise Miss(f"{writer.name} writes into memory of the router", writer)
     except Miss as miss:
         match.router_miss = miss
         return
@@ -151,7 +210,7 @@ def _sizes(match: Match) -> None:
     match.sizes = {
         "T": tokens,
         "E": experts,
-        "k": shape_of(match.ids_TK)[1],
+        "k": shape_of(match.ids_TK)[-1],
         "H": hidden,
         "I": down[-2] if "down" in match.transposed else down[-1],
     }
@@ -196,8 +255,8 @@ def _record(best: Attempt, candidate: Node) -> MissRecord:
 @graph_pass(level=Level.CAPTURED, numerics="exact")
 def find_moe(graph: Graph, context: Context) -> int:
     """Bind every MoE block of the graph to a formulation, or say which step failed at which line."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    region = _regions(graph)
+    writes, region = _Writes(graph), _regions(graph)
+    order = writes.order
     failed: dict[Node, list[Attempt]] = {}
     claimed: set[Node] = set()
     for formulation in FORMULATIONS:
@@ -210,14 +269,14 @@ def find_moe(graph: Graph, context: Context) -> int:
             if result.match is not None:
                 try:
                     inside = _inside(result.match)
-                    _check_closed(result.match, inside)
+                    _check_closed(result.match, inside, order)
                     _check_region(inside, result.match.output, region, "the block")
-                    _check_not_mutated(result.match, inside, order)
+                    _check_not_mutated(result.match, inside, writes)
                 except Miss as miss:
                     result.step, result.miss = "closed", miss
                 else:
                     result.match.inner = inside
-                    _bind_router(result.match, region)
+                    _bind_router(result.match, writes, region)
                     _sizes(result.match)
                     context.matches.append(result.match)
                     claimed |= inside

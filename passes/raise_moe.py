@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.moe_ir import Level, Match, op_name, user_line
-from moe_compiler.passes.formulations.walk import is_op
+from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
 from moe_compiler.report import MatchRecord
 from moe_compiler.runtime_kernels import register
 
@@ -35,73 +36,111 @@ def _oriented(node: Node, transposed: bool) -> Node:
     """A weight as [.., out, in]: the source of a transpose when there is one, else a transposed view."""
     if not transposed:
         return node
-    if is_op(node, "transpose") and {d % node.meta["val"].dim() for d in node.args[1:3]} == {  # type: ignore[operator]
-        node.meta["val"].dim() - 2,
-        node.meta["val"].dim() - 1,
-    }:
-        return node.args[0]  # type: ignore[return-value]
-    if is_op(node, "mT", "t"):
+    if swaps_last_two(node):
         return node.args[0]  # type: ignore[return-value]
     return insert(node, _aten.transpose.int, (node, -2, -1))
 
 
-def _raise_router(graph: Graph, match: Match) -> tuple[Node, Node]:
-    assert match.router is not None and match.logits is not None
-    anchor = _router_place(match)
-    with graph.inserting_after(anchor):
-        route = insert(anchor, torch.ops.moepdl.route.default, (match.logits, *match.router.args()))
-    with graph.inserting_after(route):
-        weights = insert(anchor, operator.getitem, (route, 0))
-    with graph.inserting_after(weights):
-        ids = insert(anchor, operator.getitem, (route, 1))
-    return weights, ids
+class _Raising:
+    """The matches of one graph, raised one after the other; operands that an earlier one replaced are followed."""
 
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.replaced: dict[Node, Node] = {}
 
-def _router_place(match: Match) -> Node:
-    ids = match.router_ids if match.router_ids is not None else match.ids_TK
-    source = ids.args[0] if op_name(ids) == "getitem" else ids
-    assert isinstance(source, Node)
-    return source
+    def now(self, node: Node) -> Node:
+        """What stands in the graph for a node that the finder bound."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
 
+    def replace(self, old: Node, new: Node) -> None:
+        old.replace_all_uses_with(new)
+        self.replaced[old] = new
 
-def _raise_block(graph: Graph, match: Match) -> None:
-    weights, ids = match.weights_TK, match.ids_TK
-    if match.router is not None:
-        new_weights, new_ids = _raise_router(graph, match)
-        replaced_ids = match.router_ids if match.router_ids is not None else match.ids_TK
-        replaced_ids.replace_all_uses_with(new_ids)
+    def router(self, match: Match) -> tuple[Node, Node]:
+        """Insert moepdl::route behind the top-k, which replaces weights and ids -> (weights, ids)."""
+        assert match.router is not None and match.logits is not None
+        old_ids = match.router_ids if match.router_ids is not None else match.ids_TK
+        place = old_ids.args[0] if op_name(old_ids) == "getitem" else old_ids
+        assert isinstance(place, Node)
+        with self.graph.inserting_after(place):
+            route = insert(place, torch.ops.moepdl.route.default, (self.now(match.logits), *match.router.args()))
+        with self.graph.inserting_after(route):
+            weights = insert(place, operator.getitem, (route, 0))
+        with self.graph.inserting_after(weights):
+            ids = insert(place, operator.getitem, (route, 1))
+        self.replace(old_ids, ids)
         if match.router_weights is not None:
-            match.router_weights.replace_all_uses_with(new_weights)
-        weights, ids = new_weights, new_ids
-    spec = match.spec
-    with graph.inserting_before(match.output):
-        x = _cast(match.x_TH, spec.compute_dtype)
-        lists = []
-        for role in ("gate", "up", "down"):
-            oriented = [_oriented(n, role in match.transposed) for n in getattr(match, role)]
-            lists.append([_cast(n, spec.compute_dtype) for n in oriented])
-        attributes = (spec.activation, spec.gated, spec.weight_at, spec.dtype)
-        raised = insert(match.output, torch.ops.moepdl.experts.default, (x, ids, weights, *lists, *attributes))
-    match.output.replace_all_uses_with(raised)
+            self.replace(match.router_weights, weights)
+        return weights, ids
+
+    def block(self, match: Match) -> None:
+        """Insert moepdl::experts before the block's output, which it replaces."""
+        if match.router is not None:
+            weights, ids = self.router(match)
+        else:
+            assert match.weights_TK is not None
+            weights, ids = self.now(match.weights_TK), self.now(match.ids_TK)
+        spec = match.spec
+        output = match.output
+        with self.graph.inserting_before(output):
+            x = _cast(self.now(match.x_TH), spec.compute_dtype)
+            lists = []
+            for role in ("gate", "up", "down"):
+                oriented = [_oriented(self.now(n), role in match.transposed) for n in getattr(match, role)]
+                lists.append([_cast(n, spec.compute_dtype) for n in oriented])
+            attributes = (spec.activation, spec.gated, spec.weight_at, spec.dtype)
+            operands = (x, _pairs(ids), _pairs(weights), *lists)
+            raised = insert(output, torch.ops.moepdl.experts.default, (*operands, *attributes))
+            self.replace(output, _shaped_like(raised, output))
 
 
-def _drop_inner_asserts(graph: Graph, inner: set[Node]) -> None:
-    """Remove assertions about values that only the removed inside of a block had."""
+def _pairs(node: Node) -> Node:
+    """ids or weights as [T, K]."""
+    value = node.meta["val"]
+    return node if value.dim() == 2 else insert(node, _aten.reshape.default, (node, [-1, int(value.shape[-1])]))
+
+
+def _shaped_like(raised: Node, output: Node) -> Node:
+    """The block's [T, H] result in the shape that the source gave it."""
+    shape = list(output.meta["val"].shape)
+    if len(shape) == 2:
+        return raised
+    sizes = [size if isinstance(size, int) else -1 for size in shape]
+    return insert(output, _aten.reshape.default, (raised, sizes))
+
+
+# Calls that only state something about a size; they go with the values that they are about.
+_STATEMENTS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+
+
+def _drop_inside(graph: Graph, inner: set[Node]) -> None:
+    """Erase what the raised blocks leave behind and dead code elimination must not judge by itself.
+
+    In-place operators that were the block's own count as effects, and so do the assertions about how many rows an
+    expert got. They go unless something that stays still reads those values.
+    """
+    live: set[Node] = set()
+    pending = [n for n in graph.nodes if n.op in ("output", "placeholder") or _has_effect(n, inner)]
+    while pending:
+        node = pending.pop()
+        if node not in live:
+            live.add(node)
+            pending.extend(node.all_input_nodes)
+    orphans: set[Node] = set()
+    for node in graph.nodes:
+        lost = (source in orphans or (source in inner and source not in live) for source in node.all_input_nodes)
+        if node not in live and any(lost):
+            orphans.add(node)
     for node in reversed(list(graph.nodes)):
-        if is_op(node, "_assert_scalar") and _depends_on(node, inner):
+        stays = node in live or node.users or (is_op(node, *_STATEMENTS) and node not in orphans)
+        if not stays:
             graph.erase_node(node)
 
 
-def _depends_on(node: Node, inner: set[Node]) -> bool:
-    pending, seen = list(node.all_input_nodes), set()
-    while pending:
-        current = pending.pop()
-        if current in inner:
-            return True
-        if current not in seen:
-            seen.add(current)
-            pending.extend(current.all_input_nodes)
-    return False
+def _has_effect(node: Node, inner: set[Node]) -> bool:
+    return node.is_impure() and not is_op(node, *_STATEMENTS) and not (node in inner and mutated_arguments(node))
 
 
 def _describe(match: Match) -> MatchRecord:
@@ -148,13 +187,13 @@ def raise_moe(graph: Graph, context: Context) -> int:
     before   p = softmax(l); w, i = topk(p); s, r = sort(i); ..; a = grouped_mm(x[r // k], W1, o); ..; y = sum(..)
     after    w, i = route(l, k, "softmax", ..); y = experts(x, i, w, [W1], [], [W2], "silu", ..)
     """
-    inner: set[Node] = set()
-    for match in context.matches:
-        context.report.matches.append(_describe(match))
-        _raise_block(graph, match)
-        inner |= match.inner
     if not context.matches:
         return 0
-    _drop_inner_asserts(graph, inner)
-    graph.eliminate_dead_code()
+    inner: set[Node] = set()
+    raising = _Raising(graph)
+    for match in context.matches:
+        context.report.matches.append(_describe(match))
+        raising.block(match)
+        inner |= match.inner
+    _drop_inside(graph, inner)
     return len(context.matches)

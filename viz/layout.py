@@ -9,6 +9,7 @@ nobody, beyond that number equal labels are merged.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -33,6 +34,7 @@ GAP_Y = 40.0
 MARGIN = 12.0
 _SWEEPS = 8
 _SHIFTS = 12
+_ROUNDS = 8
 
 # Advance widths of a common sans-serif face, in 1/1000 of the font size; other characters count as the average.
 _WIDTHS = {
@@ -109,27 +111,22 @@ def amount(value: Any, unit: str) -> str:
 def fold_parts(dag: DagRecord) -> tuple[DagRecord, str]:
     """The DAG with one part for all its equal ones, and a note that says so: the layers of a model look the same.
 
-    A part is a connected piece. Two are equal when nodes and edges agree, in their order, in all but ids and groups.
+    A part is a connected piece. Two are equal when a picture of them is the same, in whatever order their nodes come.
     """
     graph = nx.Graph()
     graph.add_nodes_from(node["id"] for node in dag.nodes)
-    graph.add_edges_from((edge["source"], edge["target"]) for edge in dag.edges)
+    joined = [edge for edge in dag.edges if edge["source"] in graph and edge["target"] in graph]
+    graph.add_edges_from((edge["source"], edge["target"]) for edge in joined)
     home = {identity: number for number, part in enumerate(nx.connected_components(graph)) for identity in part}
     nodes: dict[int, list[dict[str, Any]]] = defaultdict(list)
     edges: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for node in dag.nodes:
         nodes[home[node["id"]]].append(node)
-    for edge in dag.edges:
+    for edge in joined:
         edges[home[edge["source"]]].append(edge)
     seen: dict[str, int] = {}
     for number, part in nodes.items():
-        place = {node["id"]: index for index, node in enumerate(part)}
-        looks = [{key: value for key, value in node.items() if key not in ("id", "group")} for node in part]
-        joins = [
-            {**edge, "source": place.get(edge["source"], -1), "target": place.get(edge["target"], -1)}
-            for edge in edges[number]
-        ]
-        seen.setdefault(repr((looks, joins)), number)
+        seen.setdefault(_looks(part, edges[number]), number)
     if len(seen) == len(nodes):
         return dag, ""
     kept = set(seen.values())
@@ -142,6 +139,22 @@ def fold_parts(dag: DagRecord) -> tuple[DagRecord, str]:
         ),
         note,
     )
+
+
+def _looks(nodes: list[dict[str, Any]], edges: list[dict[str, Any]]) -> str:
+    """Text that is equal for parts that look equal: a node is named by itself and, round by round, its neighbours."""
+    name = {node["id"]: repr([node.get(key) for key in ("label", "kind", "bytes", "flops")]) for node in nodes}
+    for _ in range(min(len(nodes), _ROUNDS)):
+        around: dict[str, list[str]] = {identity: [] for identity in name}
+        for edge in edges:
+            how = f"{edge.get('kind')} {bool(edge.get('programmatic'))}"
+            around[edge["source"]].append(f"> {how} {name[edge['target']]}")
+            around[edge["target"]].append(f"< {how} {name[edge['source']]}")
+        name = {
+            identity: hashlib.sha256("\n".join([text, *sorted(around[identity])]).encode()).hexdigest()
+            for identity, text in name.items()
+        }
+    return " ".join(sorted(name.values()))
 
 
 def fold(dag: DagRecord, limit: int = VISIBLE_NODES) -> tuple[DagRecord, str]:

@@ -208,7 +208,7 @@ def legend() -> str:
 
 
 def dag(layout: Layout, identity: str, title: str) -> str:
-    """A laid out DAG. A box computes, a slanted one exchanges with other ranks, a dotted pill is an input or output."""
+    """A laid out DAG. A box is a stage, a slanted one an exchange between ranks; dotted: operators around the block."""
     parts = list(_frame(identity, title, layout.width, layout.height))
     boxes = {box.id: box for box in layout.boxes}
     parts += [_route(route, boxes, identity) for route in layout.routes]
@@ -226,6 +226,8 @@ def _box(box: Box) -> str:
         shape = f'<polygon class="box exchange" points="{points}"/>'
     elif box.kind in ("input", "output"):
         shape = _rect(x, y, width, height, "box end", radius=height / 2)
+    elif box.kind == "neighbour":
+        shape = _rect(x, y, width, height, "box end", radius=5)
     else:
         shape = _rect(x, y, width, height, "box", radius=5)
     first = y + height / 2 + 4 - (len(box.lines) - 1) * 8

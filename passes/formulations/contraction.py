@@ -6,7 +6,7 @@ contract and in which order the result has the others, and never cares how the u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from string import ascii_letters
 
@@ -16,7 +16,7 @@ from torch.fx import Node
 from moe_compiler.moe_ir import op_name
 from moe_compiler.passes.formulations.walk import arg, is_op, require, shape_of
 
-__all__ = ["Contraction", "Product", "contraction", "match_product"]
+__all__ = ["Contraction", "Product", "contraction", "fed_by", "match_product"]
 
 _WITH_BIAS = ("addmm", "addbmm", "baddbmm")
 
@@ -155,3 +155,15 @@ def match_product(node: Node, is_weight: Callable[[Node], bool], what: str) -> P
         made=made,
         transposed=matrix[0] == contracted[0],
     )
+
+
+def fed_by(rows: Node, products: Collection[Node]) -> bool:
+    """Does one of `products` reach `rows` within the few operators of an activation?"""
+    level, seen = {rows}, set[Node]()
+    for _ in range(12):
+        if any(node in products for node in level):
+            return True
+        seen |= level
+        stop = {n for n in level if is_op(n, "index", "index_select", "gather", "topk") or contraction(n) is not None}
+        level = {source for node in level - stop for source in node.all_input_nodes} - seen
+    return False

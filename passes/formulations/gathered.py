@@ -15,7 +15,7 @@ from moe_compiler.moe_ir import Match, Miss, op_name
 from moe_compiler.passes.formulations import combine
 from moe_compiler.passes.formulations.activation import match_activation
 from moe_compiler.passes.formulations.base import Bindings, check_sizes, experts_spec, split_by_activation, trailing_cast
-from moe_compiler.passes.formulations.contraction import Product, contraction, match_product
+from moe_compiler.passes.formulations.contraction import Product, contraction, fed_by, match_product
 from moe_compiler.passes.formulations.pairs import match_ids, match_pair_rows, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -107,21 +107,9 @@ def last_products(graph: Graph, *, pair_dims: int) -> list[Node]:
             continue
         products.add(node)
         product = read[0]
-        if len(product.lead) == pair_dims and _fed_by(product.rows, products):
+        if len(product.lead) == pair_dims and fed_by(product.rows, products):
             found.append(node)
     return found
-
-
-def _fed_by(rows: Node, products: set[Node]) -> bool:
-    """Does one of `products` reach `rows` within the few operators of an activation?"""
-    level, seen = {rows}, set()
-    for _ in range(12):
-        if level & products:
-            return True
-        seen |= level
-        stop = [n for n in level if is_op(n, "index", "index_select", "gather", "topk") or contraction(n) is not None]
-        level = {source for n in level.difference(stop) for source in n.all_input_nodes} - seen
-    return False
 
 
 def select(b: Bindings) -> None:

@@ -13,52 +13,58 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, RouterSpec, op_name
-from moe_compiler.passes.formulations.walk import arg, dtype_of, is_cast, is_op, require, shape_of, strip_views
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    dtype_of,
+    is_cast,
+    is_op,
+    item_of,
+    require,
+    shape_of,
+    strip_ids,
+    strip_views_casts,
+)
 
 __all__ = ["Router", "match_router"]
+
+_STAYS = "the router stays with Inductor; the experts are rewritten all the same"
 
 
 @dataclass(frozen=True)
 class Router:
-    """A recognised router: its operand, its rule, and the nodes whose values it replaces."""
+    """A recognised router: its operand, its rule, and the nodes whose values it replaces.
+
+    inner: every node between the logits and the weights; topk: the selection among them.
+    """
 
     spec: RouterSpec
     logits: Node
     weights: Node
     ids: Node
+    topk: Node
     inner: tuple[Node, ...]
 
 
-def _getitem(node: Node, index: int, *names: str) -> Node | None:
-    if node.op == "call_function" and op_name(node) == "getitem" and node.args[1] == index and is_op(node.args[0], *names):
-        return node.args[0]  # type: ignore[return-value]
-    return None
-
-
 def _topk(ids: Node) -> Node:
-    node = strip_views(ids)
-    topk = _getitem(node, 1, "topk")
-    require(topk is not None, "the ids do not come from a top-k over the scores", node, "the router stays with Inductor")
+    topk = item_of(ids, 1, "topk")
+    require(topk is not None, "the ids do not come from a top-k over the scores", ids, _STAYS)
     assert topk is not None
-    require(arg(topk, "largest"), "top-k takes the smallest", topk)
-    require(arg(topk, "sorted"), "top-k is unsorted", topk)
+    require(arg(topk, "largest"), "top-k takes the smallest", topk, _STAYS)
     rank = len(shape_of(topk.args[0]))  # type: ignore[arg-type]
-    require(arg(topk, "dim") % rank == rank - 1, "top-k along another dimension than the experts", topk)
-    require(isinstance(arg(topk, "k"), int), "k is not a constant", topk)
+    require(arg(topk, "dim") % rank == rank - 1, "top-k along another dimension than the experts", topk, _STAYS)
+    require(isinstance(arg(topk, "k"), int), "k is not a constant", topk, _STAYS)
     return topk
 
 
 def _score(node: Node) -> tuple[str, Node, torch.dtype]:
     """(score function, its input, the dtype it is computed in) of a score node; "none" when it is no score."""
-    scored = node
-    if is_op(scored, "softmax", "_softmax"):
-        source = scored.args[0]
-        rank = len(shape_of(scored))
-        require(arg(scored, "dim") % rank == rank - 1, "softmax over another dimension than the experts", scored)
-        return "softmax", source, dtype_of(scored)  # type: ignore[return-value]
-    if is_op(scored, "sigmoid"):
-        return "sigmoid", scored.args[0], dtype_of(scored)  # type: ignore[return-value]
-    return "none", scored, dtype_of(scored)
+    if is_op(node, "softmax", "_softmax", "special_softmax"):
+        rank = len(shape_of(node))
+        require(arg(node, "dim") % rank == rank - 1, "softmax over another dimension than the experts", node, _STAYS)
+        return "softmax", node.args[0], dtype_of(node)  # type: ignore[return-value]
+    if is_op(node, "sigmoid", "special_expit"):
+        return "sigmoid", node.args[0], dtype_of(node)  # type: ignore[return-value]
+    return "none", node, dtype_of(node)
 
 
 def _widened(node: Node, score_dtype: torch.dtype, inner: list[Node]) -> Node:
@@ -69,34 +75,32 @@ def _widened(node: Node, score_dtype: torch.dtype, inner: list[Node]) -> Node:
     return node
 
 
-def _is_row_sum(node: Node, of: Node, inner: list[Node]) -> float | None:
-    """eps when `node` is sum(of, -1, keepdim) (+ eps), else None."""
-    eps = 0.0
+def _row_sum(node: Node, of: Node) -> tuple[float, list[Node]] | None:
+    """(eps, nodes) when `node` is sum(of, -1) as a column, plus a constant eps or nothing; else None."""
     path: list[Node] = []
-    if is_op(node, "add") and isinstance(node.args[1], (int, float)):
-        eps = float(node.args[1]) * float(arg(node, "alpha") if "alpha" in str(node.target._schema) else 1)  # type: ignore[union-attr]
+    eps = 0.0
+    while not is_op(node, "sum"):
+        constant = is_op(node, "add") and isinstance(node.args[1], (int, float))
+        if constant and eps == 0.0:
+            eps = float(node.args[1]) * float(arg(node, "alpha"))  # type: ignore[arg-type]
+        elif strip_views_casts(node) is node:
+            return None
         path.append(node)
         node = node.args[0]  # type: ignore[assignment]
-    if not is_op(node, "sum") or node.args[0] is not of:
-        return None
     rank = len(shape_of(of))
-    dims = arg(node, "dim")
+    dims = arg(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore[union-attr]
     dims = [dims] if isinstance(dims, int) else dims
-    if not dims or [d % rank for d in dims] != [rank - 1] or not arg(node, "keepdim"):
+    if strip_views_casts(node.args[0]) is not strip_views_casts(of):  # type: ignore[arg-type]
         return None
-    inner.extend([*path, node])
-    return eps
+    if not dims or [d % rank for d in dims] != [rank - 1]:
+        return None
+    shape = shape_of(path[0] if path else node)
+    return (eps, [*path, node]) if len(shape) == rank and shape[-1] == 1 else None
 
 
-def match_router(weights: Node, ids: Node) -> Router:
-    """Resolve (weights [T, K], ids [T, K]) to the router that made them; raises Miss when it is another rule."""
-    inner: list[Node] = []
-    topk = _topk(ids)
-    chosen = strip_views(ids)
-    k = arg(topk, "k")
-
+def _weigh(node: Node, inner: list[Node]) -> tuple[Node, bool, float, float]:
+    """(scores of the chosen, renormalize, eps, scale) behind the routing weights."""
     renormalize, eps, scale = False, 0.0, 1.0
-    node = weights
     while True:
         if is_cast(node):
             inner.append(node)
@@ -106,37 +110,75 @@ def match_router(weights: Node, ids: Node) -> Router:
             scale *= float(node.args[1])
             node = node.args[0]  # type: ignore[assignment]
         elif is_op(node, "div") and isinstance(node.args[1], Node):
-            require(not renormalize, "the weights are divided twice", node)
-            found = _is_row_sum(node.args[1], node.args[0], inner)  # type: ignore[arg-type]
-            require(found is not None, "the weights are divided by something else than their own sum", node)
-            renormalize, eps = True, float(found or 0.0)
-            inner.append(node)
+            require(not renormalize, "the weights are divided twice", node, _STAYS)
+            found = _row_sum(node.args[1], node.args[0])  # type: ignore[arg-type]
+            require(found is not None, "the weights are divided by something else than their own sum", node, _STAYS)
+            assert found is not None
+            renormalize, eps = True, found[0]
+            inner += [node, *found[1]]
             node = node.args[0]  # type: ignore[assignment]
         else:
-            break
+            return node, renormalize, eps, scale
 
-    values = _getitem(node, 0, "topk")
-    if values is topk:
+
+def _chosen_scores(node: Node, topk: Node, inner: list[Node]) -> Node | None:
+    """The scores over all experts when `node` holds those that the top-k chose: its values, or a gather at its ids."""
+    if item_of(node, 0, "topk") is topk:
         inner.append(node)
-        score, source, score_dtype = _score(topk.args[0])  # type: ignore[arg-type]
+        return topk.args[0]  # type: ignore[return-value]
+    if is_op(node, "gather", "take_along_dim"):
+        source = node.args[0]
+        index = node.args[2] if is_op(node, "gather") else node.args[1]
+        dim = arg(node, "dim")
+        at_ids = item_of(strip_ids(index), 1, "topk") is topk  # type: ignore[arg-type]
+        if at_ids and dim is not None and dim % len(shape_of(node)) == len(shape_of(node)) - 1:
+            inner.append(node)
+            if source is topk.args[0]:
+                return source  # type: ignore[return-value]
+            raise Miss(
+                "the experts are chosen by other scores than they are weighted with (a bias, groups)", node, _STAYS
+            )
+    return None
+
+
+def match_router(weights: Node, ids: Node) -> Router:
+    """Resolve (weights [T, K], ids [T, K]) to the router that made them; raises Miss when it is another rule."""
+    chosen = strip_ids(ids)
+    topk = _topk(chosen)
+    inner: list[Node] = []
+    node, renormalize, eps, scale = _weigh(weights, inner)
+    scores = _chosen_scores(node, topk, inner)
+    if scores is not None:
+        score, source, score_dtype = _score(scores)
         if score != "none":
-            inner.append(topk.args[0])  # type: ignore[arg-type]
-        order = "before"
+            inner.append(scores)
+        order, logits = "before", _widened(source, score_dtype, inner) if score != "none" else source
     else:
         score, source, score_dtype = _score(node)
-        require(score != "none", f"the weights come from {op_name(node)}, not from the top-k's scores", node)
+        require(score != "none", f"the weights come from {op_name(node)}, not from the top-k's scores", node, _STAYS)
         inner.append(node)
-        source = _widened(source, score_dtype, inner)
-        require(_getitem(source, 0, "topk") is topk, "the score is not taken of the top-k's own values", node)
-        inner.append(source)
-        source, order = topk.args[0], "after"  # type: ignore[assignment]
-    logits = source if order == "after" else _widened(source, score_dtype, inner)
-    require(len(shape_of(logits)) == 2, "the router's scores are not [tokens, experts]", logits)
+        values = _widened(source, score_dtype, inner)
+        taken = _chosen_scores(values, topk, inner)
+        require(taken is not None, "the score is not taken of the top-k's own values", node, _STAYS)
+        assert taken is not None
+        order, logits = "after", taken
+    require(len(shape_of(logits)) == 2, "the router's scores are not [tokens, experts]", logits, _STAYS)
     require(len(shape_of(weights)) == 2 and len(shape_of(chosen)) == 2, "weights and ids are not [T, K]", weights)
-    if scale != 1.0 and score == "none":
-        raise Miss("raw scores are scaled", weights)
+    require(
+        scale == 1.0 or score != "none",
+        "raw scores are scaled, without softmax or sigmoid",
+        weights,
+        _STAYS,
+    )
+    values_used = {user for user in topk.users if item_of(user, 0, "topk") is topk and set(user.users) - set(inner)}
+    require(
+        arg(topk, "sorted") or not (values_used - {weights}),
+        "top-k is unsorted and its values are used elsewhere, in an order of their own",
+        topk,
+        _STAYS,
+    )
     spec = RouterSpec(
-        k=k,
+        k=arg(topk, "k"),
         score=score,
         order=order,
         renormalize=renormalize,
@@ -146,4 +188,5 @@ def match_router(weights: Node, ids: Node) -> Router:
         dtype=dtype_of(weights),
     )
     inner.append(topk)
-    return Router(spec, logits, weights, chosen, tuple(inner))
+    return Router(spec, logits, weights, chosen, topk, tuple(inner))
+

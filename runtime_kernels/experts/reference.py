@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_compiler.runtime_kernels.activations import activate, activate_backward, activate_parts, wide
 from moe_compiler.runtime_kernels.gate_up.reference import matmul_gate_up
 from moe_compiler.runtime_kernels.grad_pairs.reference import matmul_grad_rows
+from moe_compiler.runtime_kernels.grad_weights.reference import WeightGradients
 from moe_compiler.runtime_kernels.matmul import matmul
 from moe_compiler.runtime_kernels.order.reference import expert_rows
 from moe_compiler.runtime_kernels.weights import ExpertWeights, preact_size
@@ -143,15 +144,13 @@ def experts_loop_backward(
 
     x_sum = x.new_zeros(x.shape, dtype=compute) if need_x else None
     pair_sum = x.new_zeros(perm.shape[0], dtype=compute) if need_weights else None
-    grad_gate, grad_gates = _like(gate, need_gate)
-    grad_up, grad_ups = _like(up, need_up)
-    grad_down, grad_downs = _like(down, need_down)
+    grad_gate = WeightGradients(gate) if need_gate else None
+    grad_up = WeightGradients(up) if need_up and up else None
+    grad_down = WeightGradients(down) if need_down else None
     need_rows = need_x or (need_weights and rows.weight_at_input)
     need_preact = need_rows or need_gate or need_up
 
-    used = set()
     for expert, begin, end in expert_rows(starts):
-        used.add(expert)
         scale = rows.scale[begin:end]
         grad_out = grad_y.index_select(0, rows.tokens[begin:end])
         grad_act = matmul(grad_out, downs.matrix(expert)).to(compute)
@@ -161,16 +160,16 @@ def experts_loop_backward(
             if pair_sum is not None:
                 pair_sum[pairs[begin:end]] = (act * grad_act).sum(1)
             act.mul_(scale)
-        if grad_downs:
-            matmul(grad_out.t(), act.to(x.dtype), out=grad_downs[expert])
+        if grad_down is not None:
+            grad_down.add(expert, grad_out, act.to(x.dtype))
         if not need_preact:
             continue
-        if grad_gates or grad_ups:
+        if grad_gate is not None or grad_up is not None:
             inputs = rows.inputs(begin, end)
-            if grad_gates:
-                matmul(grad_hidden[:, : gates.out].t(), inputs, out=grad_gates[expert])
-            if grad_ups:
-                matmul(grad_hidden[:, gates.out :].t(), inputs, out=grad_ups[expert])
+            if grad_gate is not None:
+                grad_gate.add(expert, grad_hidden[:, : gates.out], inputs)
+            if grad_up is not None:
+                grad_up.add(expert, grad_hidden[:, gates.out :], inputs)
         if need_rows:
             grad_rows = x.new_empty((end - begin, x.shape[1]))
             matmul_grad_rows(grad_hidden, gates, ups, expert, grad_rows)
@@ -182,22 +181,10 @@ def experts_loop_backward(
                 grad_rows = grad_rows * scale
             if x_sum is not None:
                 x_sum.index_add_(0, rows.tokens[begin:end], grad_rows)
-    for matrices in (grad_gates, grad_ups, grad_downs):
-        for expert, matrix in enumerate(matrices):
-            if expert not in used:
-                matrix.zero_()
     return (
         x.new_empty(0) if x_sum is None else x_sum.to(x.dtype),
         weights.new_empty(0) if pair_sum is None else pair_sum.view(weights.shape).to(weights.dtype),
-        grad_gate,
-        grad_up,
-        grad_down,
+        grad_gate.finish() if grad_gate is not None else [],
+        grad_up.finish() if grad_up is not None else [],
+        grad_down.finish() if grad_down is not None else [],
     )
-
-
-def _like(weights: Sequence[Tensor], needed: bool) -> tuple[list[Tensor], Sequence[Tensor]]:
-    """Uninitialised gradients of one projection and their matrices, one an expert; both empty when not needed."""
-    if not needed or not weights:
-        return [], []
-    grads = [torch.empty_like(tensor) for tensor in weights]
-    return grads, ExpertWeights(grads).matrices()

@@ -7,26 +7,59 @@ grad_gate_up[e] = sum over rows r of e:  grad_preact[r]^T   x[t_r]          (tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.gate_up.reference import gather_rows
 from moe_compiler.runtime_kernels.matmul import matmul
-from moe_compiler.runtime_kernels.weights import ExpertWeights
+from moe_compiler.runtime_kernels.order.reference import expert_rows
+from moe_compiler.runtime_kernels.weights import ExpertWeights, out_size
 
 
-def _outer(left: Tensor, right: Tensor, bounds: list[int], like: ExpertWeights) -> list[Tensor]:
+class WeightGradients:
+    """The gradients of one projection while an expert at a time is written; `tensors` is the result."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        like = ExpertWeights(weights)
+        # A list's gradients are the products themselves: writing them into given memory would be one more pass over
+        # it. Until an expert has its gradient, its weight stands in the list.
+        self.tensors = [torch.empty_like(weights[0])] if like.is_packed else list(weights)
+        self._matrices = self.tensors[0].unbind(0) if like.is_packed else None
+        self._strides = torch.empty_like(weights[0], device="meta").stride()[-2:]
+        self._transposed = self._strides[0] == 1
+        self._missing = set(range(like.experts))
+
+    def add(self, expert: int, left: Tensor, right: Tensor) -> None:
+        """left [rows,out], right [rows,in]: the gradient of `expert` is left^T @ right."""
+        self._missing.discard(expert)
+        if self._transposed:
+            left, right = right, left
+        if self._matrices is not None:
+            matrix = self._matrices[expert]
+            matmul(left.t(), right, out=matrix.t() if self._transposed else matrix)
+            return
+        product = matmul(left.t(), right)
+        product = product.t() if self._transposed else product
+        # Dimensions of size one have strides that a product need not share.
+        self.tensors[expert] = torch.as_strided(product, product.shape, self._strides)
+
+    def finish(self) -> list[Tensor]:
+        """The gradients, zero for the experts that had no rows."""
+        for expert in self._missing:
+            if self._matrices is None:
+                self.tensors[expert] = torch.zeros_like(self.tensors[expert])
+            else:
+                self._matrices[expert].zero_()
+        return self.tensors
+
+
+def _gradients(left: Tensor, right: Tensor, starts: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """left [S,out], right [S,in] -> left_e^T @ right_e for every expert, shaped like the weights."""
-    grads = like.empty_like()
-    matrices = ExpertWeights(grads).matrices()
-    for expert, (begin, end) in enumerate(pairwise(bounds)):
-        if begin == end:
-            matrices[expert].zero_()
-        else:
-            matmul(left[begin:end].t(), right[begin:end], out=matrices[expert])
-    return grads
+    grads = WeightGradients(weights)
+    for expert, begin, end in expert_rows(starts):
+        grads.add(expert, left[begin:end], right[begin:end])
+    return grads.finish()
 
 
 def grad_down(
@@ -34,7 +67,7 @@ def grad_down(
 ) -> list[Tensor]:
     """grad_y [T,H], act [S,I] in sorted row order -> gradients like down."""
     rows = grad_y.to(act.dtype).index_select(0, torch.div(perm, k, rounding_mode="floor"))
-    return _outer(rows, act, starts.tolist(), ExpertWeights(down, "down"))
+    return _gradients(rows, act, starts, down)
 
 
 def grad_gate_up(
@@ -50,9 +83,6 @@ def grad_gate_up(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """x [T,H], grad_preact [S,N] in sorted row order -> gradients like gate, gradients like up (empty if up is)."""
     rows = gather_rows(x, weights, perm, k)
-    bounds = starts.tolist()
-    gates = ExpertWeights(gate, "gate")
-    grad_gate = _outer(grad_preact[:, : gates.out], rows, bounds, gates)
-    if not up:
-        return grad_gate, []
-    return grad_gate, _outer(grad_preact[:, gates.out :], rows, bounds, ExpertWeights(up, "up"))
+    size = out_size(gate)
+    grad_gate = _gradients(grad_preact[:, :size], rows, starts, gate)
+    return grad_gate, _gradients(grad_preact[:, size:], rows, starts, up) if up else []

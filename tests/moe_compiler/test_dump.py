@@ -150,7 +150,7 @@ def test_a_graph_file_is_a_program(captured, tmp_path):
 def test_repro_holds_options_without_the_dump(captured):
     text = render_repro(captured, "repro", "why", {"pdl": "off", "dump": "/tmp/d"})
     assert "OPTIONS = {'pdl': 'off'}" in text
-    assert 'backend="moepdl", options=OPTIONS' in text
+    assert "backend=moepdl, options=OPTIONS" in text
     compile(text, "repro.py", "exec")
 
 

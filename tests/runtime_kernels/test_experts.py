@@ -251,3 +251,16 @@ def test_the_loops_are_kernels_of_the_cpu_only():
         assert callable(kernel(name).reference)
         with pytest.raises(NotImplementedError, match=f"kernel '{name}' runs on the CPU only"):
             _ = kernel(name).launch
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(1, 7), (12, 1), (1, 1)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sizes_of_one(make_block, assert_close, layout, hidden, inner):
+    block = make_block(layout=layout, hidden=hidden, inner=inner, dtype=torch.float64)
+    frozen = block.detached()
+    _, preact, perm, starts = ops.experts_saving(*frozen.arguments)
+    common = (*frozen.arguments[:6], preact, perm, starts, *frozen.arguments[6:9], [True] * 5)
+    _, _, *lists = ops.experts_backward(torch.ones_like(frozen.x), *common)
+    for grads, weights in zip(lists, (block.gate, block.up, block.down), strict=True):
+        assert [g.stride() for g in grads] == [torch.empty_like(w).stride() for w in weights]
+    check_against_dense(block, assert_close)

@@ -136,6 +136,7 @@ def test_equal_parts_are_drawn_once():
     assert [node["id"] for node in dag.nodes] == ["a", "b", "e", "f"]
     assert len(dag.edges) == 2
     assert note == "3 separate parts, equal ones drawn once: 2 shown; dag.dot has all of them"
+    assert len(fold_parts(DagRecord("forward", nodes[::-1], edges[::-1]))[0].nodes) == 4
     edges[1] = {**edges[1], "programmatic": True}
     assert fold_parts(DagRecord("forward", nodes, edges))[1] == ""
 

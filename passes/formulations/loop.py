@@ -1,0 +1,400 @@
+"""A Python loop over the experts, unrolled: each picks its tokens, runs, and adds its weighted rows to the result.
+
+What the loops share, whatever picks the tokens (a one-hot mask, a comparison of the ids):
+    t, j = where(mask of expert e);  y[t] += w[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t]))      e = 0 .. E-1
+Every step looks only at the users of an expert's own index nodes, so the work is linear in E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sympy
+from torch.fx import Node
+
+from moe_compiler.moe_ir import Match, Miss, op_name
+from moe_compiler.passes.formulations.activation import Activation, match_activation
+from moe_compiler.passes.formulations.base import Bindings, check_sizes, experts_spec, trailing_cast
+from moe_compiler.passes.formulations.contraction import Product, match_product
+from moe_compiler.passes.formulations.pairs import match_weights, token_rows
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    dtype_of,
+    elements_of,
+    is_cast,
+    is_op,
+    is_zeros,
+    item_of,
+    require,
+    same_shape,
+    shape_of,
+    strip_casts,
+    strip_views,
+    strip_views_casts,
+    swaps_last_two,
+)
+
+__all__ = ["Pick", "accumulate", "complete", "compute", "finish", "picks_of_mask", "reordered", "weigh"]
+
+_WHERE = ("where", "nonzero_numpy")
+_ADDS = ("index_add", "index_add_", "index_put", "index_put_")
+
+
+@dataclass
+class Pick:
+    """What expert `expert` picks: `token` and `choice` index [T, K]. The rest is bound by the steps."""
+
+    expert: int
+    token: Node
+    choice: Node
+    mask: Node
+    adds: Node | None = None
+    rows: Node | None = None
+    weight_at: str = ""
+    activation: Activation | None = None
+    down: Product | None = None
+    first: tuple[Product, ...] = ()
+
+
+def reordered(node: Node, letters: str) -> str | None:
+    """The order of the dimensions after a transpose of a tensor whose dimensions are `letters`; None if it is none."""
+    if is_op(node, "permute"):
+        return "".join(letters[d] for d in node.args[1])  # type: ignore[union-attr,index]
+    if is_op(node, "transpose", "swapaxes", "swapdims"):
+        order = list(letters)
+        a, b = node.args[1:3]
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        return "".join(order)
+    if is_op(node, "movedim"):
+        source, target = arg(node, "source"), arg(node, "destination")
+        if isinstance(source, int) and isinstance(target, int):
+            order = list(letters)
+            moved = order.pop(source)
+            order.insert(target % len(letters), moved)
+            return "".join(order)
+        return None
+    return letters[:-2] + letters[-1] + letters[-2] if swaps_last_two(node) else None
+
+
+def picks_of_mask(expert: int, mask: Node, letters: str) -> list[Pick]:
+    """The index nodes (token, choice) that `where` makes of the mask of one expert; `letters` is "tk" or "kt"."""
+    masks, found = [mask], []
+    while masks:
+        node = masks.pop()
+        for user in node.users:
+            order = reordered(user, letters) if len(shape_of(user)) == 2 else None
+            if order is not None:
+                found += picks_of_mask(expert, user, order)
+            elif _is_truth(user):
+                masks.append(user)
+            elif is_op(user, *_WHERE) and len(user.args) == 1:
+                found += _pick(expert, mask, [_item(user, i) for i in (0, 1)], letters)
+            elif is_op(user, "nonzero"):
+                found += _pick(expert, mask, _columns(user), letters)
+    return found
+
+
+def _is_truth(node: Node) -> bool:
+    """The same mask as numbers or truth values: mask.bool(), mask == 1, mask > 0, mask != 0."""
+    if is_op(node, "to", "_to_copy"):
+        return not node.meta["val"].dtype.is_floating_point
+    return (is_op(node, "eq") and node.args[1] == 1) or (is_op(node, "gt", "ne") and node.args[1] == 0)
+
+
+def _item(node: Node, index: int) -> Node | None:
+    return next((user for user in node.users if op_name(user) == "getitem" and user.args[1] == index), None)
+
+
+def _columns(nonzero: Node) -> list[Node | None]:
+    """The two columns of nonzero(mask) [N, 2]."""
+    for user in nonzero.users:
+        if is_op(user, "unbind") and arg(user, "dim") in (1, -1):
+            return [_item(user, i) for i in (0, 1)]
+    columns: list[Node | None] = [None, None]
+    for user in nonzero.users:
+        if is_op(user, "select") and user.args[1] in (1, -1):
+            columns[user.args[2]] = user  # type: ignore[index,call-overload]
+    return columns
+
+
+def _pick(expert: int, mask: Node, items: list[Node | None], letters: str) -> list[Pick]:
+    by_letter = dict(zip(letters, items, strict=True))
+    token, choice = by_letter["t"], by_letter["k"]
+    if token is None or choice is None:
+        raise Miss(f"the mask of expert {expert} does not give both the token and the choice", mask)
+    return [Pick(expert, token, choice, mask)]
+
+
+def complete(picks: Iterable[Pick], experts: int, anchor: Node) -> list[Pick]:
+    """The picks ordered by expert; a Miss names the expert that is missing or runs twice."""
+    ordered: dict[int, Pick] = {}
+    for pick in picks:
+        require(pick.expert not in ordered, f"expert {pick.expert} picks its tokens twice", pick.mask)
+        ordered[pick.expert] = pick
+    missing = [e for e in range(experts) if e not in ordered]
+    require(
+        not missing,
+        f"expert{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))} of {experts} never picks its tokens",
+        anchor,
+        "all experts of a block must run in one graph",
+    )
+    beyond = sorted(set(ordered) - set(range(experts)))
+    require(not beyond, f"expert {beyond[0] if beyond else ''} does not exist among {experts}", anchor)
+    return [ordered[e] for e in range(experts)]
+
+
+# Steps
+
+
+def accumulate(b: Bindings) -> None:
+    """Each expert adds rows at its own tokens, once, in a chain of additions that starts at zeros."""
+    by_node: dict[Node, Pick] = {}
+    for pick in b.picks:
+        adds = [user for user in pick.token.users if is_op(user, *_ADDS)]
+        require(len(adds) == 1, f"expert {pick.expert} adds its rows to a result {len(adds)} times, not once", pick.token)
+        pick.adds = adds[0]
+        _check_place(pick)
+        by_node[adds[0]] = pick
+    read = {strip_views(node.args[0]) for node in by_node}  # type: ignore[arg-type]
+    last = [node for node in by_node if node not in read]
+    require(len(last) == 1, f"the experts' additions form {len(last)} chains instead of one", b.anchor)
+    node, length = last[0], 0
+    while node in by_node:
+        base = node.args[0]
+        require(isinstance(base, Node) and dtype_of(base) == dtype_of(node), "the result changes its dtype", node)
+        node, length = strip_views(base), length + 1  # type: ignore[arg-type]
+    require(length == len(by_node), "the experts' additions form more than one chain", b.anchor)
+    require(is_zeros(node), f"the experts' rows are added to {op_name(node)}, not to zeros", node)
+    shape = shape_of(last[0])
+    rank2 = len(shape) == 2 and same_shape(shape_of(node), shape)
+    require(rank2, "the experts' rows are not added to a [T, H] matrix", node)
+    b.bind(output=trailing_cast(last[0]))
+
+
+def _check_place(pick: Pick) -> None:
+    """The addition is at the picked tokens, along the first dimension, and unscaled."""
+    node = pick.adds
+    assert node is not None
+    if is_op(node, "index_add", "index_add_"):
+        place = node.args[1] == 0 and node.args[2] is pick.token and arg(node, "alpha") == 1
+        pick.rows = node.args[3]  # type: ignore[assignment]
+    else:
+        indices = node.args[1]
+        place = len(indices) == 1 and indices[0] is pick.token  # type: ignore[arg-type,index]
+        pick.rows = node.args[2]  # type: ignore[assignment]
+        if place and not arg(node, "accumulate"):
+            pick.rows = _increment(pick)
+    require(place, f"expert {pick.expert} adds its rows at another place than its tokens", node)
+
+
+def _increment(pick: Pick) -> Node:
+    """v in y[t] = y[t] + v: right without accumulation, since a token picks an expert at most once."""
+    node = pick.adds
+    assert node is not None
+    value = strip_casts(node.args[2])  # type: ignore[arg-type]
+    require(is_op(value, "add", "add_"), f"expert {pick.expert} replaces rows instead of adding to them", node)
+    require(arg(value, "alpha") == 1, f"expert {pick.expert} scales its rows", value)
+    for old, new in (value.args[:2], value.args[1::-1]):
+        read = strip_casts(old) if isinstance(old, Node) else None
+        if is_op(read, "index") and read.args[0] is node.args[0]:  # type: ignore[union-attr]
+            indices = read.args[1]  # type: ignore[union-attr]
+            if len(indices) == 1 and indices[0] is pick.token and isinstance(new, Node):  # type: ignore[arg-type,index]
+                return new
+    raise Miss(f"expert {pick.expert} adds to other rows than it writes", value)
+
+
+def weigh(b: Bindings) -> None:
+    """Each expert's rows are multiplied by w[t, j], after the expert or before it."""
+    weights: dict[Node, None] = {}
+    for pick in b.picks:
+        assert pick.rows is not None
+        rows = strip_views_casts(pick.rows)
+        if is_op(rows, "mul"):
+            weight, value = _weighted(b, pick, rows)
+            pick.rows, pick.weight_at = value, "output"
+            weights.setdefault(weight)
+    at_output = {pick.weight_at == "output" for pick in b.picks}
+    require(len(at_output) == 1, "some experts' rows are weighted and some are not", b.anchor)
+    if at_output == {True}:
+        b.bind(weights=_only(list(weights), "experts use different routing weights", b.anchor), weight_at="output")
+    else:
+        b.bind(weights=None, weight_at="input")
+
+
+def _only(nodes: list[Node], reason: str, where: Node) -> Node:
+    require(len(nodes) == 1, reason, where)
+    return nodes[0]
+
+
+def _weighted(b: Bindings, pick: Pick, product: Node) -> tuple[Node, Node]:
+    """(weights [T, K], rows) of rows * w[t, j, None]."""
+    operands = [operand for operand in product.args[:2] if isinstance(operand, Node)]
+    require(len(operands) == 2, f"the rows of expert {pick.expert} are scaled by a constant", product)
+    for weight, rows in (operands, operands[::-1]):
+        index = strip_views_casts(weight)
+        if not is_op(index, "index"):
+            continue
+        indices = [item for item in index.args[1] if item is not None]  # type: ignore[union-attr]
+        if len(indices) != 2:
+            continue
+        require(
+            indices[0] is pick.token and indices[1] is pick.choice,
+            f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked",
+            index,
+        )
+        full = shape_of(weight)
+        require(len(full) == 2 and full[1] == 1, "the routing weight is not one number a row", product)
+        return match_weights(index.args[0], b.ids, index), rows  # type: ignore[arg-type]
+    raise Miss(f"the rows of expert {pick.expert} are not multiplied by its routing weights", product)
+
+
+def compute(b: Bindings) -> None:
+    """Each expert is down(act(gate(x[t])) * up(x[t])), or without up, of the tokens it picked."""
+    tokens: dict[Node, None] = {}
+    weights: dict[Node, None] = {}
+    kinds: dict[tuple[object, ...], int] = {}
+    for pick in b.picks:
+        assert pick.rows is not None
+        pick.down = _linear(strip_views_casts(pick.rows), f"down (expert {pick.expert})")
+        activation = pick.activation = match_activation(pick.down.rows)
+        halves = [half.source for half in (activation.gate, activation.up) if half is not None]
+        pick.first = tuple(_linear(source, f"gate and up (expert {pick.expert})") for source in halves)
+        for product in pick.first:
+            x, weight = _tokens(b, pick, product)
+            tokens.setdefault(x)
+            if weight is not None:
+                weights.setdefault(weight)
+        kinds.setdefault(_kind(pick), pick.expert)
+    x = _only(list(tokens), "the experts read different tokens", b.anchor)
+    require(
+        len(kinds) == 1,
+        f"experts {' and '.join(map(str, list(kinds.values())[:2]))} differ in activation, layout or dtype",
+        b.anchor,
+    )
+    if b.weight_at == "input":
+        b.bind(weights=_only(list(weights), "experts use different routing weights, or none", b.anchor))
+    b.bind(x=x, down=b.picks[0].down, activation=b.picks[0].activation)
+
+
+def _kind(pick: Pick) -> tuple[object, ...]:
+    """What must be equal for all experts of one block."""
+    assert pick.activation is not None and pick.down is not None
+    packed = pick.activation.gate.part is not None
+    shapes = tuple(shape_of(_stored(p)[0]) for p in (*pick.first, pick.down))
+    orientation = tuple(_stored(product)[1] for product in (*pick.first, pick.down))
+    return pick.activation.name, pick.activation.up is not None, packed, orientation, shapes, dtype_of(pick.down.node)
+
+
+def _linear(node: Node, what: str) -> Product:
+    """`node` as rows [n, in] times one expert's matrix."""
+    return match_product(node, lambda operand: _is_matrix(node, operand), what)
+
+
+def _is_matrix(node: Node, operand: Node) -> bool:
+    return len(shape_of(operand)) == 2 and operand is (node.args[1][1] if is_op(node, "einsum") else node.args[1])  # type: ignore[index]
+
+
+def _stored(product: Product) -> tuple[Node, bool]:
+    """(matrix, is it [in, out]) of an expert's product, behind casts and a transpose."""
+    node = strip_casts(product.weight)
+    if swaps_last_two(node):
+        return strip_casts(node.args[0]), not product.transposed  # type: ignore[arg-type]
+    return node, product.transposed
+
+
+def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | None]:
+    """(x [T, H], weights or None) of the rows x[t], or x[t] * w[t, j], that an expert reads."""
+    rows, weight = strip_views_casts(product.rows), None
+    require(product.rows_letters[-1:] == product.contracted, "the rows are not [n, H]", product.node)
+    if b.weight_at == "input":
+        require(is_op(rows, "mul"), f"the rows of expert {pick.expert} are never weighted", rows)
+        weight, value = _weighted(b, pick, rows)
+        require(
+            dtype_of(value) == dtype_of(product.node),
+            f"the tokens are weighted in {dtype_of(value)} and rounded to {dtype_of(product.node)} only after that",
+            rows,
+            "cast the tokens to the experts' dtype before they are weighted",
+        )
+        rows = strip_views_casts(value)
+    tokens = elements_of(shape_of(b.ids)[:-1])
+    if is_op(rows, "index_select"):
+        picked = arg(rows, "dim") == 0 and rows.args[2] is pick.token
+    else:
+        require(
+            is_op(rows, "index"),
+            f"the rows of expert {pick.expert} come from {op_name(rows)}, not from a gather of its tokens",
+            rows,
+        )
+        # x[None, t] gathers along the second dimension of a [1, T, H] view.
+        indices = list(rows.args[1])  # type: ignore[arg-type]
+        lead = shape_of(rows.args[0])[: len(indices) - 1]  # type: ignore[arg-type]
+        skipped = all(item is None for item in indices[:-1]) and all(size == 1 for size in lead)
+        picked = skipped and indices[-1] is pick.token
+    require(picked, f"expert {pick.expert} reads other tokens than it picked", rows)
+    return token_rows(rows.args[0], tokens, rows), weight  # type: ignore[arg-type]
+
+
+def _slice_of(node: Node) -> tuple[Node, int] | None:
+    """(packed, e) when `node` is packed[e]."""
+    if is_op(node, "select") and node.args[1] == 0:
+        return node.args[0], node.args[2]  # type: ignore[return-value]
+    if op_name(node) == "getitem" and item_of(node, node.args[1], "unbind") is not None:  # type: ignore[arg-type]
+        unbind = node.args[0]
+        return (unbind.args[0], node.args[1]) if arg(unbind, "dim") == 0 else None  # type: ignore[return-value,union-attr,arg-type]
+    return None
+
+
+def _collect(matrices: list[Node]) -> tuple[Node, ...]:
+    """One packed tensor when the matrices are all its slices in order, else one node an expert."""
+    slices = [_slice_of(matrix) for matrix in matrices]
+    if all(found is not None and found == (slices[0][0], e) for e, found in enumerate(slices)):  # type: ignore[index]
+        packed = slices[0][0]  # type: ignore[index]
+        if shape_of(packed)[0] == sympy.Integer(len(matrices)):
+            return (packed,)
+    return tuple(matrices)
+
+
+def finish(b: Bindings, formulation: str) -> Match:
+    """The Match of an unrolled loop: E separate matrices a projection, or the packed tensor that they are slices of."""
+    check_sizes(b.x, b.ids, b.weights)
+    first = [[_stored(pick.first[i]) for pick in b.picks] for i in range(len(b.picks[0].first))]
+    down = [_stored(pick.down) for pick in b.picks]
+    packed = b.activation.gate.part is not None
+    gate = _collect([matrix for matrix, _ in first[0]])
+    up = () if packed or b.activation.up is None else _collect([matrix for matrix, _ in first[1]])
+    transposed = {"gate", "up"} if first[0][0][1] else set()
+    require(len({column[0][1] for column in first}) == 1, "gate and up are stored in different orientations", b.anchor)
+    if down[0][1]:
+        transposed.add("down")
+    downs = _collect([matrix for matrix, _ in down])
+    # A list of tensors is one kind: all packed, or all one an expert.
+    if len({len(found) for found in (gate, up, downs) if found}) > 1:
+        gate, downs = tuple(m for m, _ in first[0]), tuple(m for m, _ in down)
+        up = tuple(m for m, _ in first[1]) if up else ()
+    return Match(
+        formulation=formulation,
+        spec=experts_spec(b.activation, b.down.node, b.output, b.weight_at),
+        x_TH=b.x,
+        ids_TK=b.ids,
+        weights_TK=b.weights,
+        gate=gate,
+        up=up,
+        down=downs,
+        transposed=frozenset(transposed),
+        output=b.output,
+        anchor=b.anchor,
+    )
+
+
+def feeds_where(mask: Node) -> bool:
+    """Does a mask, or a plain rewriting of it, go into `where` or `nonzero`?"""
+    pending = [mask]
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if is_op(user, *_WHERE, "nonzero"):
+                return True
+            if _is_truth(user) or is_cast(user):
+                pending.append(user)
+    return False

@@ -1,0 +1,113 @@
+"""A loop over the experts with one-hot masks: OLMoE and its relatives in transformers 4.
+
+    one_hot(ids, E).permute(2, 1, 0); for e in range(E): j, t = where(mask[e])
+    y.index_add_(0, t, expert_e(x[None, t].reshape(-1, H)) * w[t, j, None])
+
+The mask may be permuted in any way. All of 0 .. E-1 must be there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler.moe_ir import Match
+from moe_compiler.passes.formulations import loop
+from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
+from moe_compiler.passes.formulations.pairs import match_choice
+from moe_compiler.passes.formulations.walk import elements_of, is_op, require, shape_of
+
+__all__ = ["ONE_HOT_LOOP"]
+
+
+def anchors(graph: Graph) -> list[Node]:
+    """Every one-hot encoding."""
+    return [node for node in graph.nodes if is_op(node, "one_hot")]
+
+
+def masks(b: Bindings) -> None:
+    """The one-hot encoding of [T, K] ids; one mask an expert, and where it is set."""
+    experts = b.anchor.args[1] if len(b.anchor.args) > 1 else b.anchor.kwargs.get("num_classes", -1)
+    require(isinstance(experts, int) and experts > 0, "the number of classes comes from the data", b.anchor)
+    source = b.anchor.args[0]
+    require(len(shape_of(source)) == 2, "the one-hot encoding is not of [T, K] ids", b.anchor)  # type: ignore[arg-type]
+    ids = match_choice(source)  # type: ignore[arg-type]
+    picks = _picks(b.anchor, "tke")
+    require(bool(picks), "no expert picks its tokens from this one-hot encoding", b.anchor)
+    b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
+    b.bind(picks=loop.complete(picks, experts, b.anchor))
+
+
+def _picks(node: Node, letters: str) -> list[loop.Pick]:
+    """The picks of all masks that are selected from `node`, whose dimensions are `letters`."""
+    found: list[loop.Pick] = []
+    for user in node.users:
+        order = loop.reordered(user, letters)
+        if order is not None:
+            found += _picks(user, order)
+        elif is_op(user, "to", "_to_copy"):
+            found += _picks(user, letters)
+        elif is_op(user, "select") and letters[user.args[1]] == "e":  # type: ignore[index]
+            found += loop.picks_of_mask(user.args[2], user, letters.replace("e", ""))  # type: ignore[arg-type]
+        elif is_op(user, "unbind") and letters[user.args[1] if len(user.args) > 1 else 0] == "e":  # type: ignore[index]
+            for item in user.users:
+                found += loop.picks_of_mask(item.args[1], item, letters.replace("e", ""))  # type: ignore[arg-type]
+    return found
+
+
+def finish(b: Bindings) -> Match:
+    return loop.finish(b, "one_hot_loop")
+
+
+class Expert(torch.nn.Module):
+    """One expert of a ModuleList: three linear layers."""
+
+    def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(hidden, intermediate, bias=False, dtype=dtype)
+        self.up_proj = torch.nn.Linear(hidden, intermediate, bias=False, dtype=dtype)
+        self.down_proj = torch.nn.Linear(intermediate, hidden, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OneHotExperts(torch.nn.Module):
+    """Example: a ModuleList of experts, softmax in fp32 without renormalisation, one-hot masks, index_add_."""
+
+    def __init__(self, experts: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.router = torch.nn.Linear(hidden, experts, bias=False, dtype=dtype)
+        self.experts = torch.nn.ModuleList(Expert(hidden, intermediate, dtype) for _ in range(experts))
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(self.router(x_TH), dim=1, dtype=torch.float32)
+        weights, ids = torch.topk(scores, self.top_k, dim=-1)
+        weights = weights.to(x_TH.dtype)
+        result = torch.zeros_like(x_TH)
+        masks = torch.nn.functional.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        for expert, module in enumerate(self.experts):
+            choice, token = torch.where(masks[expert])
+            rows = x_TH[None, token].reshape(-1, x_TH.shape[-1])
+            rows = module(rows) * weights[token, choice, None]
+            result.index_add_(0, token, rows.to(x_TH.dtype))
+        return result
+
+
+def example(
+    dtype: torch.dtype = torch.float32, experts: int = 4, top_k: int = 2, hidden: int = 32, intermediate: int = 16
+) -> Example:
+    """A module written this way, and inputs for it. To arrive in one graph it needs `fullgraph=True`."""
+    module = OneHotExperts(experts, top_k, hidden, intermediate, dtype)
+    return Example(module, lambda tokens: (torch.randn(tokens, hidden, dtype=dtype),))
+
+
+ONE_HOT_LOOP = Formulation(
+    name="one_hot_loop",
+    summary="a loop over the experts with one-hot masks and index_add (transformers 4 OLMoE)",
+    anchors=anchors,
+    steps=(masks, loop.accumulate, loop.weigh, loop.compute),
+    finish=finish,
+    example=example,
+)

@@ -1,0 +1,98 @@
+"""A loop over the experts that compares the ids: Mistral's reference code, and tutorials.
+
+    for e in range(E): t, j = where(ids == e); y[t] += w[t, j, None] * expert_e(x[t])
+
+The addition may be an index_add, an index_put that accumulates, or one that does not: a token picks an expert once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler.moe_ir import Match
+from moe_compiler.passes.formulations import loop
+from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
+from moe_compiler.passes.formulations.one_hot_loop import Expert
+from moe_compiler.passes.formulations.pairs import match_choice
+from moe_compiler.passes.formulations.walk import arg, elements_of, is_op, item_of, require, shape_of, strip_ids
+
+__all__ = ["WHERE_LOOP"]
+
+
+def _compared(node: Node) -> dict[Node, int]:
+    """The comparisons of `node` with a constant whose result goes into `where` or `nonzero`."""
+    found = {}
+    for user in node.users:
+        constant = is_op(user, "eq") and isinstance(user.args[1], int) and not isinstance(user.args[1], bool)
+        if constant and loop.feeds_where(user):
+            found[user] = user.args[1]
+    return found
+
+
+def anchors(graph: Graph) -> list[Node]:
+    """Matrices of integers that are compared with at least two constants."""
+    found = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype in (torch.int32, torch.int64):
+            if len(_compared(node)) > 1:
+                found.append(node)
+    return found
+
+
+def comparisons(b: Bindings) -> None:
+    """Every expert's number is compared with the [T, K] ids, and where it is found is picked."""
+    compared = _compared(b.anchor)
+    base = strip_ids(b.anchor)
+    topk = item_of(base, 1, "topk")
+    experts = max(compared.values()) + 1
+    if topk is not None:
+        width = shape_of(topk.args[0])[arg(topk, "dim")]  # type: ignore[arg-type]
+        require(width.is_Integer, "the number of experts is not a constant", topk)
+        experts = int(width)
+    ids = match_choice(b.anchor)
+    picks = [pick for mask, expert in compared.items() for pick in loop.picks_of_mask(expert, mask, "tk")]
+    b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
+    b.bind(picks=loop.complete(picks, experts, b.anchor))
+
+
+def finish(b: Bindings) -> Match:
+    return loop.finish(b, "where_loop")
+
+
+class WhereExperts(torch.nn.Module):
+    """Example: Mistral's reference: top-k of the logits, softmax over the K, rows added by index."""
+
+    def __init__(self, experts: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.gate = torch.nn.Linear(hidden, experts, bias=False, dtype=dtype)
+        self.experts = torch.nn.ModuleList(Expert(hidden, intermediate, dtype) for _ in range(experts))
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        values, ids = torch.topk(self.gate(x_TH), self.top_k)
+        weights = torch.softmax(values, dim=1, dtype=torch.float32).to(x_TH.dtype)
+        result = torch.zeros_like(x_TH)
+        for expert, module in enumerate(self.experts):
+            token, choice = torch.where(ids == expert)
+            result[token] += weights[token, choice, None] * module(x_TH[token])
+        return result
+
+
+def example(
+    dtype: torch.dtype = torch.float32, experts: int = 4, top_k: int = 2, hidden: int = 32, intermediate: int = 16
+) -> Example:
+    """A module written this way, and inputs for it. To arrive in one graph it needs `fullgraph=True`."""
+    module = WhereExperts(experts, top_k, hidden, intermediate, dtype)
+    return Example(module, lambda tokens: (torch.randn(tokens, hidden, dtype=dtype),))
+
+
+WHERE_LOOP = Formulation(
+    name="where_loop",
+    summary="a loop over the experts that compares the ids and adds rows by index (Mistral's reference)",
+    anchors=anchors,
+    steps=(comparisons, loop.accumulate, loop.weigh, loop.compute),
+    finish=finish,
+    example=example,
+)
