@@ -35,11 +35,23 @@ def define(
     """
     name = LIBRARY.define(schema, tags=TAGS)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, _without_autocast(cpu), "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     if autograd is not None:
         LIBRARY.impl(name, autograd, "Autograd")
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _without_autocast(cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler has already put the operands into the dtype that autocast asked for; nothing is cast again."""
+
+    def run(*arguments: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return cpu(*arguments)
+        with torch.autocast("cpu", enabled=False):
+            return cpu(*arguments)
+
+    return run
 
 
 def below_autograd() -> AbstractContextManager[Any]:

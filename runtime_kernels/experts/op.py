@@ -184,6 +184,12 @@ def _cpu_saving(
     return y, preact, perm, starts
 
 
+def _cpu_backward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    grad_x, grad_weights, *lists = reference.experts_loop_backward(*arguments)
+    weights = arguments[3]
+    return grad_x, grad_weights.to(weights.dtype), *lists
+
+
 def _cuda(*arguments: Any) -> Tensor:
     check_experts(*arguments[:-1])
     return stages.experts_saving(*arguments, save=False)[0]
@@ -250,6 +256,6 @@ EXPERTS_BACKWARD = define(
     "Tensor[] down, Tensor preact, Tensor perm, Tensor starts, str activation, bool gated, str weight_at, "
     "bool[] needs) -> (Tensor grad_x, Tensor grad_weights, Tensor[] grad_gate, Tensor[] grad_up, Tensor[] grad_down)",
     fake=_fake_backward,
-    cpu=reference.experts_loop_backward,
+    cpu=_cpu_backward,
     cuda=stages.experts_backward,
 )

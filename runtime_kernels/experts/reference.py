@@ -132,7 +132,8 @@ def experts_loop_backward(
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     """-> grad_x [T,H], grad_weights [T,K], lists like gate, up and down; `needs` says which, in that order.
 
-    What is not needed is an empty tensor or an empty list. Each result has the dtype of what it is the gradient of.
+    What is not needed is an empty tensor or an empty list. Each result has the dtype of what it is the gradient of,
+    but grad_weights, which stays in fp32 (fp64 for fp64) as the stages leave it.
     """
     need_x, need_weights, need_gate, need_up, need_down = needs
     compute = wide(x.dtype)
@@ -183,7 +184,7 @@ def experts_loop_backward(
                 x_sum.index_add_(0, rows.tokens[begin:end], grad_rows)
     return (
         x.new_empty(0) if x_sum is None else x_sum.to(x.dtype),
-        weights.new_empty(0) if pair_sum is None else pair_sum.view(weights.shape).to(weights.dtype),
+        weights.new_empty(0, dtype=compute) if pair_sum is None else pair_sum.view(weights.shape),
         grad_gate.finish() if grad_gate is not None else [],
         grad_up.finish() if grad_up is not None else [],
         grad_down.finish() if grad_down is not None else [],
