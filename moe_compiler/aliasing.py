@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-__all__ = ["aliases_argument", "alias_root", "mutated_arguments"]
+__all__ = ["alias_root", "aliases_argument", "mutated_arguments"]
 
 
 def _schema(node: Node) -> torch._C.FunctionSchema | None:

@@ -93,6 +93,7 @@ def _carry_over(source: GraphModule, target: GraphModule) -> None:
 
 def _write_constants(module: GraphModule) -> None:
     """Give tensor constants that the trace lifted to attributes an identity that caches can see."""
+    sources: dict[str, Any] = module._param_name_to_source  # type: ignore[assignment]
     for node in list(module.graph.nodes):
         if node.op != "get_attr":
             continue
@@ -115,7 +116,7 @@ def _write_constants(module: GraphModule) -> None:
             name = str(node.target)
             delattr(module, name)
             module.register_buffer(name, value, persistent=False)
-            module._param_name_to_source[name] = ConstantSource(name)  # type: ignore[union-attr,index]
+            sources[name] = ConstantSource(name)
     module.recompile()
 
 

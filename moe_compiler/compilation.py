@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from moe_compiler import _logs, device, torch_private
 from moe_compiler.capture import capture, nested_bodies
 from moe_compiler.dump import write_dump
-from moe_compiler.errors import CaptureError, MatchRequired, MoepdlError
+from moe_compiler.errors import CaptureError, KernelError, MatchRequired, MoepdlError
 from moe_compiler.graph_pass import Context
 from moe_compiler.graph_text import render_repro
 from moe_compiler.inductor import ReportStore, is_backward, post_grad_pass
@@ -24,9 +24,11 @@ from moe_compiler.numeric import NumericCheck, copy_graph
 from moe_compiler.options import Options
 from moe_compiler.pipeline import record_graph, run_phase
 from moe_compiler.report import Report
+from moe_compiler.runtime_kernels.chain.launcher import KernelLaunchError
 
 __all__ = ["Compilation"]
 
+_WITHOUT_KERNELS = 'options={"on_error": "fallback"} runs the graph without our kernels; please report the text above'
 _PHASE_FIELDS = ("passes", "schedule", "dags", "graphs")
 
 
@@ -52,7 +54,9 @@ class Compilation:
             if self.options.origins.get(key, "default") != "default":
                 self.report.notes.append(f"{key}: no all-to-all exchange in this graph")
         if self.options.tune == "full":
-            self.report.notes.append("tune: the kernels choose their tiles from the shapes; there is nothing to tune yet")
+            self.report.notes.append(
+                "tune: the kernels choose their tiles from the shapes; there is nothing to tune yet"
+            )
 
     # Phase A
 
@@ -75,7 +79,7 @@ class Compilation:
         found = sum(match.count for match in self.report.matches)
         if found < needed:
             raise MatchRequired(
-                f"{found} MoE blocks matched where options[\"require_match\"] asks for {needed}",
+                f'{found} MoE blocks matched where options["require_match"] asks for {needed}',
                 why=str(self.report),
                 try_='options={"require_match": False} compiles whatever is there',
             )
@@ -127,8 +131,9 @@ class Compilation:
     def finish_phase(self, phase: str) -> None:
         """Store what the phase reported beside the cache, and write the dump anew."""
         part = self.report.to_dict()
-        data = {name: [item for item in part[name] if phase in (item.get("phase"), item.get("direction"))] for name in _PHASE_FIELDS}
-        data["pdl_off"] = self.report.pdl_off
+        data: dict[str, Any] = {"pdl_off": self.report.pdl_off}
+        for name in _PHASE_FIELDS:
+            data[name] = [item for item in part[name] if phase in (item.get("phase"), item.get("direction"))]
         if self._store is not None:
             self._store.save(phase, data)
         self.write_dump()
@@ -170,8 +175,27 @@ class Compilation:
                 self.report.phases_pending.remove("backward")
         if raised and "forward" in self.report.phases_pending:
             self.report.phases_pending.remove("forward")
-            self.report.notes.append("Inductor ran no pass after autograd: each block runs as one operator, without chains")
-        return compiled
+            self.report.notes.append("Inductor ran no pass after autograd: each block is one operator, without chains")
+        return self._guarded(compiled, module) if raised else compiled
+
+    def _guarded(self, compiled: Callable[..., Any], module: GraphModule) -> Callable[..., Any]:
+        """Name the kernel when one fails at run time; with on_error="fallback" run the graph's own operators then."""
+        failed = False
+
+        def run(*arguments: Any) -> Any:
+            nonlocal failed
+            if not failed:
+                try:
+                    return compiled(*arguments)
+                except KernelLaunchError as error:
+                    found = KernelError(error.kernel, str(error.cause), why=str(error), try_=_WITHOUT_KERNELS)
+                    if self.options.on_error == "raise":
+                        raise found from error
+                    self.failed(found)
+                    failed = True
+            return module(*arguments)
+
+        return run
 
     def _run_eager(self, module: GraphModule, raised: bool) -> GraphModule:
         if raised:
@@ -199,4 +223,3 @@ class Compilation:
         """Write the dump folder when one was asked for."""
         if self.options.dump is not None:
             write_dump(self.report, self.options.dump)
-

@@ -65,14 +65,22 @@ def describe() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        found |= {"device": torch.cuda.get_device_name(), "capability": f"sm_{major}{minor}", "cuda": torch.version.cuda}
+        found |= {
+            "device": torch.cuda.get_device_name(),
+            "capability": f"sm_{major}{minor}",
+            "cuda": torch.version.cuda,
+        }
     return found
 
 
 def untested_versions() -> str:
     """A sentence when this pair of torch and triton is none of the tested ones, else ""."""
-    own = (".".join(torch.__version__.split(".")[:2]), ".".join((_triton_version() or "").split(".")[:2]) or None)
+    triton = _triton_version()
+    own = (".".join(torch.__version__.split(".")[:2]), ".".join(triton.split(".")[:2]) if triton else None)
     if own in TESTED:
         return ""
-    pairs = ", ".join(f"torch {t} with {'triton ' + r if r else 'no triton'}" for t, r in TESTED)
-    return f"torch {own[0]} with {'triton ' + own[1] if own[1] else 'no triton'} is not among the tested pairs ({pairs})"
+    return f"{_pair(*own)} is not among the tested pairs ({', '.join(_pair(*pair) for pair in TESTED)})"
+
+
+def _pair(torch_version: str, triton_version: str | None) -> str:
+    return f"torch {torch_version} with {f'triton {triton_version}' if triton_version else 'no triton'}"

@@ -24,8 +24,6 @@ from moe_compiler.options import Options
 
 __all__ = ["ReportStore", "is_backward", "post_grad_pass", "source_hash"]
 
-_HASHED = ("moe_compiler", "passes", "runtime_kernels")
-
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
@@ -70,7 +68,8 @@ def post_grad_pass(run: Callable[[GraphModule], None], options: Options) -> Any:
 
 def _input_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(map(str, value.shape))}{tuple(map(str, value.stride()))}{value.device}{value.requires_grad}"
+        sizes = (*map(str, value.shape), "/", *map(str, value.stride()))
+        return f"{value.dtype} {' '.join(sizes)} {value.device} {value.requires_grad}"
     return type(value).__name__
 
 

@@ -15,13 +15,13 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.dag import stage_sizes
-from moe_compiler.moe_ir import is_moepdl, op_name
+from moe_compiler.moe_ir import STAGES, is_moepdl, op_name
 from moe_compiler.plan import Step, variants
 from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, VariantRecord
-from moe_compiler.runtime_kernels.chain.program import Buffer, Program, Variant
+from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, Variant
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["Chain", "Edge", "build_chain", "edges", "to_record", "with_pdl"]
+__all__ = ["Chain", "Edge", "build_chain", "edges", "is_stage_node", "to_record", "with_pdl"]
 
 # Which results of a stage have one row a token ("T") or a pair ("S"); the others keep their recorded sizes.
 _ROWS: dict[str, dict[str, str]] = {
@@ -99,7 +99,9 @@ class _Builder:
             self.operands.extend(value if many else [value])
         return self.names[key]
 
-    def result(self, stage: str, parameter: str, node: Node, index: int | None, k: int, ins: dict[str, str | None]) -> str:
+    def result(
+        self, stage: str, parameter: str, node: Node, index: int | None, k: int, ins: dict[str, str | None]
+    ) -> str:
         name = self.fresh(parameter)
         value = node.meta["val"] if index is None else node.meta["val"][index]
         if parameter in _LIKE:
@@ -161,9 +163,8 @@ def build_chain(nodes: Sequence[Node], *, direction: str, name: str) -> Chain:
         variants=variants(
             tuple(steps),
             outputs=frozenset(outputs),
-            inputs=dict(builder.inputs),
             shapes=builder.shapes,
-            device=nodes[0].meta["val"].device.type if isinstance(nodes[0].meta["val"], torch.Tensor) else _device(nodes[0]),
+            device=_device(nodes[0]),
             k=k,
             experts=experts,
         ),
@@ -186,7 +187,12 @@ def _device(node: Node) -> str:
 
 
 def _results(
-    builder: _Builder, node: Node, stage: str, k: int, ins: dict[str, str | None], outside: list[tuple[Node, int | None, str]]
+    builder: _Builder,
+    node: Node,
+    stage: str,
+    k: int,
+    ins: dict[str, str | None],
+    outside: list[tuple[Node, int | None, str]],
 ) -> dict[str, str]:
     """Name the results of a stage; remember those that are read outside of the chain."""
     traits = kernel(stage).traits
@@ -212,7 +218,11 @@ def _results(
 
 
 def _list_results(
-    builder: _Builder, node: Node, writes: Sequence[str], ins: dict[str, str | None], outside: list[tuple[Node, int | None, str]]
+    builder: _Builder,
+    node: Node,
+    writes: Sequence[str],
+    ins: dict[str, str | None],
+    outside: list[tuple[Node, int | None, str]],
 ) -> dict[str, str]:
     """Results of operators that return one flat list (weight gradients): a name a part, elements by position."""
     lengths = dict(builder.inputs)
@@ -230,7 +240,9 @@ def _list_results(
     return outs
 
 
-def _positions(program: Program, outside: list[tuple[Node, int | None, str]]) -> tuple[tuple[Node, int | None, int], ...]:
+def _positions(
+    program: Program, outside: list[tuple[Node, int | None, str]]
+) -> tuple[tuple[Node, int | None, int], ...]:
     """Where each outside value stands in the operator's flat list of results."""
     counts = dict(program.inputs)
     buffers = program.variants[0].buffers
@@ -289,9 +301,7 @@ def to_record(chain: Chain, why: dict[str, dict[int, str]]) -> ChainRecord:
                 kernel=launch.kernel,
                 reads=tuple(name for name in launch.ins.values() if name is not None),
                 writes=tuple(launch.outs.values()),
-                weights=tuple(
-                    launch.ins[key] for key in kernel(launch.kernel).traits.weights if launch.ins.get(key) is not None
-                ),  # type: ignore[misc]
+                weights=_weights(launch),
                 waits=launch.pdl and kernel(launch.kernel).traits.waits,
                 triggers=kernel(launch.kernel).traits.triggers and chain.device == "cuda",
                 pdl=launch.pdl,
@@ -317,8 +327,12 @@ def to_record(chain: Chain, why: dict[str, dict[int, str]]) -> ChainRecord:
     return ChainRecord(name=chain.program.name, direction=chain.direction, variants=tuple(shown))
 
 
+def _weights(launch: Launch) -> tuple[str, ...]:
+    """What a launch reads that is constant during the chain."""
+    named = (launch.ins.get(key) for key in kernel(launch.kernel).traits.weights)
+    return tuple(name for name in named if name is not None)
+
+
 def is_stage_node(node: Node) -> bool:
     """A call of one of our stage operators."""
-    from moe_compiler.moe_ir import STAGES
-
     return is_moepdl(node) and op_name(node) in STAGES

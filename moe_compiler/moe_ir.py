@@ -20,13 +20,13 @@ from torch.fx import Graph, Node
 
 __all__ = [
     "BACKWARD_STAGES",
-    "ExpertsSpec",
     "FORWARD_STAGES",
+    "STAGES",
+    "ExpertsSpec",
     "Level",
     "Match",
     "Miss",
     "RouterSpec",
-    "STAGES",
     "is_moepdl",
     "op_name",
     "size_expr",
@@ -103,7 +103,7 @@ def user_line(node: Node | None) -> str:
     return f"{frames[-1][0]}: {frames[-1][1]}" if frames else ""
 
 
-class Miss(Exception):  # noqa: N818 - a result of the finder, not an error of the program
+class Miss(Exception):
     """A step of a formulation did not hold: `reason` for the reader, the node it was about, and what would help."""
 
     def __init__(self, reason: str, node: Node | None = None, hint: str = "") -> None:

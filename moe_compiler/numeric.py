@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from moe_compiler import torch_private
 from moe_compiler.errors import VerifyError
 from moe_compiler.graph_file import example_inputs
+from moe_compiler.verify import returned
 
 __all__ = ["NumericCheck", "compare", "copy_graph"]
 
@@ -49,9 +49,7 @@ class NumericCheck:
             made = example_inputs(module)
         if phase == "forward" and self._output_names is None:
             # The backward graph's inputs have the names that the forward's outputs had before any pass.
-            names: list[str] = []
-            map_arg(module.graph.output_node().args, lambda node: names.append(node.name) or node)
-            self._output_names = names
+            self._output_names = [node.name for node in returned(module.graph)]
         if phase != "backward":
             return made
         found = []

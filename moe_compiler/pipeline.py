@@ -11,9 +11,9 @@ from collections import Counter
 
 from torch.fx import Graph, GraphModule
 
-from moe_compiler.graph_text import render_graph
 from moe_compiler.errors import MoepdlError, PassError
 from moe_compiler.graph_pass import Context, GraphPass
+from moe_compiler.graph_text import render_graph
 from moe_compiler.moe_ir import op_name
 from moe_compiler.numeric import compare, copy_graph
 from moe_compiler.passes.canonicalize import canonicalize
@@ -82,7 +82,10 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
         seconds = time.perf_counter() - started
         changed = _text(graph) != text
         if changed != (rewrites > 0):
-            raise PassError(graph_pass.name, f"it reported {rewrites} rewrites, but the graph {'has' if changed else 'has not'} changed")
+            raise PassError(
+                graph_pass.name,
+                f"it reported {rewrites} rewrites, but the graph has{'' if changed else ' not'} changed",
+            )
         if checked and changed:
             check_graph(graph, graph_pass, before)
         if original is not None and changed:

@@ -35,7 +35,9 @@ class Step:
     attrs: Mapping[str, Attribute] = field(default_factory=dict)
 
 
-def _launch(name: str, ins: Mapping[str, str | None], outs: Mapping[str, str], attrs: Mapping[str, Attribute]) -> Launch:
+def _launch(
+    name: str, ins: Mapping[str, str | None], outs: Mapping[str, str], attrs: Mapping[str, Attribute]
+) -> Launch:
     reads = kernel(name).traits.reads
     return Launch(kernel=name, ins={key: ins.get(key) for key in reads}, outs=dict(outs), attrs=dict(attrs))
 
@@ -126,21 +128,19 @@ def _loop(steps: tuple[Step, ...], outputs: frozenset[str]) -> tuple[Launch, ...
     return (*map(_plain, steps[: at + 1]), loop, *map(_plain, steps[at + 4 :]))
 
 
-def _loop_backward(steps: tuple[Step, ...], outputs: frozenset[str], inputs: Mapping[str, int | None]) -> tuple[Launch, ...] | None:
+def _loop_backward(steps: tuple[Step, ...], outputs: frozenset[str]) -> tuple[Launch, ...] | None:
     """The CPU plan of a backward block: one loop over the experts for all its gradients."""
     by_name = {step.stage: step for step in steps}
-    act = by_name.get("grad_act")
-    if act is None or len(by_name) != len(steps):
+    act, wide, pairs = by_name.get("grad_act"), by_name.get("grad_gate_up"), by_name.get("grad_pairs")
+    down, combine, scores = by_name.get("grad_down"), by_name.get("combine"), by_name.get("grad_input_weights")
+    source = wide or pairs
+    if act is None or source is None or len(by_name) != len(steps):
         return None
-    inner = {act.outs.get("grad_preact"), act.outs.get("act"), by_name["grad_pairs"].outs.get("pairs") if "grad_pairs" in by_name else None}
+    inner = {act.outs.get("grad_preact"), act.outs.get("act"), pairs.outs["pairs"] if pairs is not None else None}
     if inner & outputs:
         return None
     at_output = act.ins["weights"] is not None
-    wide, pairs, down = by_name.get("grad_gate_up"), by_name.get("grad_pairs"), by_name.get("grad_down")
-    combine, scores = by_name.get("combine"), by_name.get("grad_input_weights")
-    source = wide or pairs
-    if source is None or down is None and wide is None and combine is None:
-        return None
+    # The loop also reads the tokens and the routing weights; a block that needs neither gradient has no stage for them.
     x = wide.ins["x"] if wide is not None else scores.ins["x"] if scores is not None else None
     weights = act.ins["weights"] if at_output else (wide or combine or act).ins.get("weights")
     if x is None or weights is None:
@@ -156,28 +156,24 @@ def _loop_backward(steps: tuple[Step, ...], outputs: frozenset[str], inputs: Map
         outs |= {name: wide.outs[name] for name in ("grad_gate", "grad_up") if name in wide.outs}
     if down is not None:
         outs["grad_down"] = down.outs["grad_down"]
-    needs = (combine is not None, "grad_weights" in outs, "grad_gate" in outs, "grad_up" in outs, down is not None)
     ins = {
-        "grad_y": act.ins["grad_y"],
+        **{name: act.ins[name] for name in ("grad_y", "down", "preact", "perm", "starts")},
+        **{name: source.ins[name] for name in ("gate", "up")},
         "x": x,
         "weights": weights,
-        "gate": source.ins["gate"],
-        "up": source.ins["up"],
-        "down": act.ins["down"],
-        "preact": act.ins["preact"],
-        "perm": act.ins["perm"],
-        "starts": act.ins["starts"],
     }
     attrs: dict[str, Attribute] = {
         "activation": act.attrs["activation"],
         "gated": act.attrs["gated"],
         "weight_at": "output" if at_output else "input",
-        "needs": needs,
+        "needs": tuple(name in outs for name in ("grad_x", "grad_weights", "grad_gate", "grad_up", "grad_down")),
     }
     return (_launch("experts_loop_backward", ins, outs, attrs),)
 
 
-def _variant(name: str, limit: int | None, launches: tuple[Launch, ...], shapes: Mapping[str, Buffer], experts: int, k: int) -> Variant:
+def _variant(
+    name: str, limit: int | None, launches: tuple[Launch, ...], shapes: Mapping[str, Buffer], experts: int, k: int
+) -> Variant:
     buffers: dict[str, Buffer] = {}
     for launch in launches:
         for value in launch.outs.values():
@@ -192,7 +188,6 @@ def variants(
     steps: tuple[Step, ...],
     *,
     outputs: frozenset[str],
-    inputs: Mapping[str, int | None],
     shapes: Mapping[str, Buffer],
     device: str,
     k: int,
@@ -200,8 +195,8 @@ def variants(
 ) -> tuple[Variant, ...]:
     """The variants of a chain, smallest T first.
 
-    steps: the stages in order; outputs: the values that are read outside; inputs: the chain's inputs and, for lists,
-    their length; shapes: the buffer of every value; device: "cuda" or "cpu"; k experts a token, of `experts`.
+    steps: the stages in order; outputs: the values that are read outside; shapes: the buffer of every value;
+    device: "cuda" or "cpu"; k experts a token, of `experts`.
     """
 
     def make(name: str, limit: int | None, launches: tuple[Launch, ...]) -> Variant:
@@ -209,7 +204,7 @@ def variants(
 
     plain = tuple(map(_plain, steps))
     if device != "cuda":
-        loop = _loop(steps, outputs) or _loop_backward(steps, outputs, inputs)
+        loop = _loop(steps, outputs) or _loop_backward(steps, outputs)
         return (make("loop", None, loop),) if loop is not None else (make("stages", None, plain),)
     found: list[Variant] = []
     few = _few(steps, outputs)

@@ -101,7 +101,7 @@ def record_call(target: Any, node: Node, module: GraphModule, out: Any, rest: Se
     from torch.fx.experimental import proxy_tensor
     from torch.utils._pytree import tree_map
 
-    tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+    tracer: Any = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
     name = tracer.get_fresh_qualname("hop_body")
     tracer.root.register_module(name, module)
     body = tracer.create_proxy("get_attr", name, (), {})
@@ -136,11 +136,11 @@ def aot_module(
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def forward(graph_module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(compile_graph(graph_module, False))
+    def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return make_boxed_func(compile_graph(gm, False))
 
-    def backward(graph_module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(compile_graph(graph_module, True))
+    def backward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return make_boxed_func(compile_graph(gm, True))
 
     lazy = {"force_non_lazy_backward_lowering": True} if backward_now else {}
     with config.patch(lazy):

@@ -20,7 +20,7 @@ from moe_compiler.moe_ir import is_moepdl, op_name, size_expr, user_line, vocabu
 from moe_compiler.options import Options
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["check_chain", "check_graph", "interface"]
+__all__ = ["check_chain", "check_graph", "interface", "returned"]
 
 
 def _metadata(value: Any) -> Any:
@@ -32,12 +32,22 @@ def _metadata(value: Any) -> Any:
     return None
 
 
+def returned(graph: Graph) -> list[Node]:
+    """The nodes that a graph returns, in order, repeated ones as often as they stand there."""
+    nodes: list[Node] = []
+
+    def keep(node: Node) -> Node:
+        nodes.append(node)
+        return node
+
+    map_arg(graph.output_node().args, keep)
+    return nodes
+
+
 def interface(graph: Graph) -> tuple[Any, ...]:
     """What a pass may not change: names and metadata of the placeholders, metadata of the outputs."""
     inputs = tuple((node.name, _metadata(node.meta.get("val"))) for node in graph.find_nodes(op="placeholder"))
-    outputs: list[Any] = []
-    map_arg(graph.output_node().args, lambda node: outputs.append(_metadata(node.meta.get("val"))) or node)
-    return inputs, tuple(outputs)
+    return inputs, tuple(_metadata(node.meta.get("val")) for node in returned(graph))
 
 
 def _fail(graph_pass: GraphPass, invariant: str, node: Node | None) -> PassError:
@@ -58,7 +68,9 @@ def check_graph(graph: Graph, graph_pass: GraphPass, before: tuple[Any, ...]) ->
         raise _fail(graph_pass, f"the graph is malformed: {error}", None) from error
     wrong = vocabulary_errors(graph, graph_pass.level)
     if wrong:
-        raise _fail(graph_pass, f"{op_name(wrong[0])} does not belong to level {graph_pass.level.name.lower()}", wrong[0])
+        raise _fail(
+            graph_pass, f"{op_name(wrong[0])} does not belong to level {graph_pass.level.name.lower()}", wrong[0]
+        )
     mode = fake_mode_of_graph(graph)
     for node in graph.nodes:
         if not is_moepdl(node):
@@ -92,7 +104,7 @@ def check_chain(chain: Chain, options: Options) -> None:
         for index, launch in enumerate(variant.launches):
             traits = kernel(launch.kernel).traits
             where = f"chain {chain.program.name}, variant {variant.name}, launch {index} ({launch.kernel})"
-            early = {launch.ins[name] for name in traits.weights if launch.ins.get(name) is not None}
+            early = {name for key in traits.weights if (name := launch.ins.get(key)) is not None}
             if launch.pdl and index == 0:
                 raise VerifyError(f"{where}: the first launch of a chain carries the PDL attribute")
             if launch.pdl and not traits.waits:

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from moe_compiler import torch_private
 from moe_compiler.graph_pass import Context, fake_mode_of_graph, graph_pass, insert
 from moe_compiler.moe_ir import Level, is_moepdl, op_name
-from moe_compiler.runtime_kernels import register
+from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 from moe_compiler.runtime_kernels.route.reference import route_backward
 
 __all__ = ["BLOCK", "expand_stages"]
@@ -88,9 +88,7 @@ def _expand_experts(node: Node, *, saving: bool) -> None:
     at_output = a["weights"] if a["weight_at"] == "output" else None
     order = e.stage("order", a["ids"], _experts_count(a["gate"]))
     perm, starts = e.item(order, 0), e.item(order, 1)
-    first = e.stage(
-        "gate_up", a["x"], at_input, perm, starts, a["gate"], a["up"], k, a["activation"], a["gated"], save
-    )
+    first = e.stage("gate_up", a["x"], at_input, perm, starts, a["gate"], a["up"], k, a["activation"], a["gated"], save)
     pairs = e.stage("down", e.item(first, 0), perm, starts, a["down"])
     y = e.stage("combine", pairs, at_output, k, a["dtype"])
     if saving:
@@ -107,17 +105,25 @@ def _expand_experts_backward(node: Node) -> None:
     need_x, need_weights, need_gate, need_up, need_down = a["needs"]
     at_output = a["weight_at"] == "output"
     results: list[Any] = [None] * 5
-    first = e.stage(
-        "grad_act", a["grad_y"], weights if at_output else None, a["preact"], perm, starts, a["down"], k, a["activation"],
-        a["gated"],
-    )  # fmt: skip
+    scores = weights if at_output else None
+    attributes = (k, a["activation"], a["gated"])
+    first = e.stage("grad_act", a["grad_y"], scores, a["preact"], perm, starts, a["down"], *attributes)
     grad_preact = e.item(first, 0)
     if need_down:
         grads = e.stage("grad_down", a["grad_y"], e.item(first, 1), perm, starts, a["down"], k)
         results[4] = [e.item(grads, i) for i in range(len(a["down"]))]
     if need_gate or need_up:
         grads = e.stage(
-            "grad_gate_up", x, None if at_output else weights, grad_preact, perm, starts, a["gate"], a["up"], k, a["gated"]
+            "grad_gate_up",
+            x,
+            None if at_output else weights,
+            grad_preact,
+            perm,
+            starts,
+            a["gate"],
+            a["up"],
+            k,
+            a["gated"],
         )
         items = [e.item(grads, i) for i in range(len(a["gate"]) + len(a["up"]))]
         results[2], results[3] = items[: len(a["gate"])], items[len(a["gate"]) :]
@@ -141,7 +147,9 @@ def _expand_route_backward(node: Node) -> None:
     traced = torch_private.make_fx_decomposed(
         lambda *operands: route_backward(*operands, **attributes), mode, [a[name].meta["val"] for name in tensors]
     )
-    environment: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), [a[n] for n in tensors], strict=True))
+    environment: dict[Node, Any] = dict(
+        zip(traced.graph.find_nodes(op="placeholder"), [a[n] for n in tensors], strict=True)
+    )
     with node.graph.inserting_before(node):
         for inner in traced.graph.nodes:
             if inner.op == "output":

@@ -217,21 +217,15 @@ def _sizes(match: Match) -> None:
 
 
 def _candidate(anchor: Node) -> Node:
-    """The selection (top-k) that an anchor depends on, else the anchor: attempts at one selection belong together."""
-    pending, seen = [anchor], {anchor}
-    while pending:
-        node = pending.pop(0)
-        if is_op(node, "topk"):
-            return node
-        for source in node.all_input_nodes:
-            value = source.meta.get("val")
-            integral = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
-            if source not in seen and (integral or isinstance(value, (tuple, list))):
-                seen.add(source)
-                pending.append(source)
-            elif source not in seen and is_op(source, "index", "index_select", "mul"):
-                seen.add(source)
-                pending.append(source)
+    """The nearest selection (top-k) that an anchor depends on, else the anchor: attempts at one belong together."""
+    level, seen = [anchor], {anchor}
+    while level and len(seen) < 128:
+        for node in level:
+            if is_op(node, "topk"):
+                return node
+        sources = dict.fromkeys(source for node in level for source in node.all_input_nodes)
+        level = [source for source in sources if source not in seen]
+        seen.update(level)
     return anchor
 
 

@@ -15,11 +15,9 @@ from torch.fx import Graph, Node
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.launch import Chain
 from moe_compiler.moe_ir import Level
-from moe_compiler.runtime_kernels import register
+from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 
 __all__ = ["lower"]
-
-
 
 
 def _move_readers_behind(graph: Graph, chain: Chain, last: Node) -> None:

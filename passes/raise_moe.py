@@ -18,12 +18,11 @@ from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.moe_ir import Level, Match, op_name, user_line
 from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
 from moe_compiler.report import MatchRecord
-from moe_compiler.runtime_kernels import register
+from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 
 __all__ = ["raise_moe"]
 
 _aten = torch.ops.aten
-
 
 
 def _cast(node: Node, dtype: torch.dtype) -> Node:
@@ -83,16 +82,20 @@ class _Raising:
             assert match.weights_TK is not None
             weights, ids = self.now(match.weights_TK), self.now(match.ids_TK)
         spec = match.spec
-        output = match.output
+        output, x, weight_at = match.output, self.now(match.x_TH), spec.weight_at
         with self.graph.inserting_before(output):
-            x = _cast(self.now(match.x_TH), spec.compute_dtype)
+            ids, weights = _pairs(ids), _pairs(weights)
+            if weight_at == "input" and x.meta["val"].dtype != spec.compute_dtype:
+                # One expert a token (the finder saw to it): weight the tokens here, in the dtype that the source used.
+                x = insert(output, _aten.mul.Tensor, (x, weights))
+                weights, weight_at = insert(output, _aten.ones_like.default, (weights,)), "output"
+            x = _cast(x, spec.compute_dtype)
             lists = []
             for role in ("gate", "up", "down"):
                 oriented = [_oriented(self.now(n), role in match.transposed) for n in getattr(match, role)]
                 lists.append([_cast(n, spec.compute_dtype) for n in oriented])
-            attributes = (spec.activation, spec.gated, spec.weight_at, spec.dtype)
-            operands = (x, _pairs(ids), _pairs(weights), *lists)
-            raised = insert(output, torch.ops.moepdl.experts.default, (*operands, *attributes))
+            attributes = (spec.activation, spec.gated, weight_at, spec.dtype)
+            raised = insert(output, torch.ops.moepdl.experts.default, (x, ids, weights, *lists, *attributes))
             self.replace(output, _shaped_like(raised, output))
 
 

@@ -45,6 +45,7 @@ class Tile:
     group               row tiles that walk over the columns together
     swap                the matrix on the wide side of the tensor core (few rows)
     tma                 weights through tensor descriptors where their layout allows it
+    halves              an expert's last tile is half as high when its rows allow it
     """
 
     rows: int
@@ -55,6 +56,7 @@ class Tile:
     group: int = 1
     swap: bool = False
     tma: bool = False
+    halves: bool = False
 
 
 @dataclass(frozen=True)

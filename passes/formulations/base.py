@@ -17,7 +17,18 @@ from moe_compiler.moe_ir import ExpertsSpec, Match, Miss
 from moe_compiler.passes.formulations.activation import Activation
 from moe_compiler.passes.formulations.walk import elements_of, is_cast, require, same_size, shape_of
 
-__all__ = ["Attempt", "Bindings", "Example", "Formulation", "attempt"]
+__all__ = [
+    "Attempt",
+    "Bindings",
+    "Example",
+    "Formulation",
+    "attempt",
+    "check_sizes",
+    "check_weighted_input",
+    "experts_spec",
+    "split_by_activation",
+    "trailing_cast",
+]
 
 
 @dataclass
@@ -127,6 +138,21 @@ def check_sizes(x: Node, ids: Node, weights: Node | None) -> None:
         own = shape_of(weights)
         fits = own[-1] == k and same_size(elements_of(own[:-1]), tokens)
         require(fits, "weights and ids differ in shape", weights)
+
+
+def check_weighted_input(tokens: Node, compute: torch.dtype, k: int) -> None:
+    """Tokens that are weighted before the experts must be weighted in the experts' dtype.
+
+    The kernels weight rows in that dtype: tokens of a wider one (autocast) would be rounded before as well as after.
+    With one expert a token raising weights the tokens itself, exactly as the source does.
+    """
+    own = tokens.meta["val"].dtype
+    require(
+        own == compute or k == 1,
+        f"the tokens are weighted in {own} and rounded to {compute} only after that",
+        tokens,
+        "cast the tokens to the experts' dtype before they are weighted",
+    )
 
 
 def trailing_cast(node: Node) -> Node:

@@ -25,6 +25,7 @@ from moe_compiler.passes.formulations.base import (
     Example,
     Formulation,
     check_sizes,
+    check_weighted_input,
     experts_spec,
     split_by_activation,
     trailing_cast,
@@ -348,13 +349,7 @@ def finish(b: Bindings) -> Match:
     gate, up = split_by_activation(b.activation, lambda source: b.first[source].product.weight)
     spec = experts_spec(b.activation, b.anchor, b.output, b.weight_at)
     if b.weight_at == "input":
-        tokens = next(iter(b.first.values())).tokens
-        require(
-            dtype_of(tokens) == spec.compute_dtype,
-            f"the tokens are weighted in {dtype_of(tokens)} and rounded to {spec.compute_dtype} only after that",
-            tokens,
-            "cast the tokens to the experts' dtype before they are weighted: the kernels weight them in that dtype",
-        )
+        check_weighted_input(next(iter(b.first.values())).tokens, spec.compute_dtype, int(shape_of(b.ids)[-1]))
     return Match(
         formulation="dense_bmm",
         spec=spec,

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 import sympy
 from torch.fx import Graph, Node
 
-from moe_compiler.moe_ir import Match, Miss, op_name
+from moe_compiler.moe_ir import Match, Miss
 from moe_compiler.passes.formulations import combine
 from moe_compiler.passes.formulations.activation import match_activation
-from moe_compiler.passes.formulations.base import Bindings, check_sizes, experts_spec, split_by_activation, trailing_cast
+from moe_compiler.passes.formulations.base import (
+    Bindings,
+    check_sizes,
+    experts_spec,
+    split_by_activation,
+    trailing_cast,
+)
 from moe_compiler.passes.formulations.contraction import Product, contraction, fed_by, match_product
 from moe_compiler.passes.formulations.pairs import match_ids, match_pair_rows, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
@@ -25,11 +31,9 @@ from moe_compiler.passes.formulations.walk import (
     require,
     same_shape,
     shape_of,
-    strip,
     strip_ids,
     strip_views_casts,
     swaps_last_two,
-    users_through,
 )
 
 __all__ = ["activate", "combine_pairs", "dispatch", "down", "finish", "last_products", "select"]

@@ -15,7 +15,13 @@ from torch.fx import Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
 from moe_compiler.passes.formulations.activation import Activation, match_activation
-from moe_compiler.passes.formulations.base import Bindings, check_sizes, experts_spec, trailing_cast
+from moe_compiler.passes.formulations.base import (
+    Bindings,
+    check_sizes,
+    check_weighted_input,
+    experts_spec,
+    trailing_cast,
+)
 from moe_compiler.passes.formulations.contraction import Product, match_product
 from moe_compiler.passes.formulations.pairs import match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
@@ -310,12 +316,7 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
     if b.weight_at == "input":
         require(is_op(rows, "mul"), f"the rows of expert {pick.expert} are never weighted", rows)
         weight, value = _weighted(b, pick, rows)
-        require(
-            dtype_of(value) == dtype_of(product.node),
-            f"the tokens are weighted in {dtype_of(value)} and rounded to {dtype_of(product.node)} only after that",
-            rows,
-            "cast the tokens to the experts' dtype before they are weighted",
-        )
+        check_weighted_input(value, dtype_of(product.node), int(shape_of(b.ids)[-1]))
         rows = strip_views_casts(value)
     tokens = elements_of(shape_of(b.ids)[:-1])
     if is_op(rows, "index_select"):

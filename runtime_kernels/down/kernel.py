@@ -24,6 +24,71 @@ from moe_compiler.runtime_kernels.device import (
 )
 
 
+@triton.jit
+def scatter_product_tile(
+    left,
+    perm,
+    first_part,
+    second_part,
+    pairs,
+    expert,
+    first,
+    end,
+    column,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    FIRST_E: tl.constexpr,
+    SECOND_E: tl.constexpr,
+    FIRST_K: tl.constexpr,
+    FIRST_N: tl.constexpr,
+    SECOND_K: tl.constexpr,
+    SECOND_N: tl.constexpr,
+    TABLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BOX: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The tile of BM rows from `first` and BN columns from `column` of one expert; as `scatter_product_kernel`."""
+    DTYPE: tl.constexpr = pairs.dtype.element_ty
+    r = first + tl.arange(0, BM)
+    ok = r < end
+    rows = left + r.to(tl.int64) * (K * PARTS)
+    # The rows of no expert skip the loop: their results are zero.
+    depth = tl.where(expert < E, K, 0)
+    safe = tl.minimum(expert, E - 1)
+    if BOX > 0:
+        matrix = first_part
+    else:
+        matrix = expert_matrix(first_part, safe, FIRST_E, TABLE, ALIGNED, DTYPE)
+    acc = zero_tile(BM, BN, SWAP)
+    acc = accumulate(
+        acc, rows, ok, matrix, safe, depth, column,
+        K, N, BK, BN, FIRST_K, FIRST_N, WIDE, BOX, SWAP, PRECISION, DTYPE,
+    )  # fmt: skip
+    if PARTS == 2:
+        if BOX > 0:
+            matrix = second_part
+        else:
+            matrix = expert_matrix(second_part, safe, SECOND_E, TABLE, ALIGNED, DTYPE)
+        acc = accumulate(
+            acc, rows + K, ok, matrix, safe, depth, column,
+            K, N, BK, BN, SECOND_K, SECOND_N, WIDE, BOX, SWAP, PRECISION, DTYPE,
+        )  # fmt: skip
+    pair = tl.load(perm + r, mask=ok, other=0)
+    trigger(PDL)
+    n = column + tl.arange(0, BN)
+    at = pair.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(pairs + at, upright(acc, SWAP).to(DTYPE), mask=ok[:, None] & (n < N)[None, :])
+
+
 @triton.jit(do_not_specialize=["S", "slots"])
 def scatter_product_kernel(
     left,
@@ -55,60 +120,31 @@ def scatter_product_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
+    HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """pairs[perm[r]] = left[r, 0:K] @ first_e (+ left[r, K:2K] @ second_e when PARTS == 2), both [K, N] a row r of expert e."""
+    """pairs[perm[r]] = left[r, 0:K] @ first_e (+ left[r, K:2K] @ second_e when PARTS == 2), for row r of expert e.
+
+    The matrices are seen as [K, N]. BOX and HALVES as in `gate_up_kernel`.
+    """
     wait(PDL)
-    trigger(PDL)
     WIDTH: tl.constexpr = (N + BN - 1) // BN
     slot, column = tile_of_program(tl.program_id(0), slots, WIDTH, GROUP)
     expert, first, end = expert_tile(starts, slot, S, E, E_POW2, BM)
-    if first < end:
-        DTYPE: tl.constexpr = pairs.dtype.element_ty
-        r = first + tl.arange(0, BM)
-        ok = r < end
-        rows = left + r.to(tl.int64) * (K * PARTS)
-        n0 = column * BN
-        depth = tl.where(expert < E, K, 0)
-        safe = tl.minimum(expert, E - 1)
-        if BOX > 0:
-            matrix = first_part
-        else:
-            matrix = expert_matrix(first_part, safe, FIRST_E, TABLE, ALIGNED, DTYPE)
-        acc = zero_tile(BM, BN, SWAP)
-        acc = accumulate(
-            acc, rows, ok, matrix, safe, depth, n0, K, N, BK, BN, FIRST_K, FIRST_N, WIDE, BOX, SWAP, PRECISION, DTYPE
-        )
-        if PARTS == 2:
-            if BOX > 0:
-                matrix = second_part
-            else:
-                matrix = expert_matrix(second_part, safe, SECOND_E, TABLE, ALIGNED, DTYPE)
-            rows += K
-            acc = accumulate(
-                acc,
-                rows,
-                ok,
-                matrix,
-                safe,
-                depth,
-                n0,
-                K,
-                N,
-                BK,
-                BN,
-                SECOND_K,
-                SECOND_N,
-                WIDE,
-                BOX,
-                SWAP,
-                PRECISION,
-                DTYPE,
-            )
-        pair = tl.load(perm + r, mask=ok, other=0)
-        n = n0 + tl.arange(0, BN)
-        at = pair.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(pairs + at, upright(acc, SWAP).to(DTYPE), mask=ok[:, None] & (n < N)[None, :])
+    if end - first > (BM // 2 if HALVES else 0):
+        scatter_product_tile(
+            left, perm, first_part, second_part, pairs, expert, first, end, column * BN,
+            E, K, N, PARTS, FIRST_E, SECOND_E, FIRST_K, FIRST_N, SECOND_K, SECOND_N, TABLE, ALIGNED, WIDE, BOX,
+            PRECISION, BM, BN, BK, SWAP, PDL,
+        )  # fmt: skip
+    else:
+        if HALVES:
+            if first < end:
+                scatter_product_tile(
+                    left, perm, first_part, second_part, pairs, expert, first, end, column * BN,
+                    E, K, N, PARTS, FIRST_E, SECOND_E, FIRST_K, FIRST_N, SECOND_K, SECOND_N, TABLE, ALIGNED, WIDE, BOX,
+                    PRECISION, BM // 2, BN, BK, SWAP, PDL,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -186,7 +222,6 @@ def down_few_kernel(
 ):
     """y[t] = sum_j weights[t,j] * (down_e @ act[t*K + j]), e = ids[t,j]; ids out of range contribute nothing."""
     wait(PDL)
-    trigger(PDL)
     WIDTH: tl.constexpr = (H + BN - 1) // BN
     token = tl.program_id(0) // WIDTH
     n = (tl.program_id(0) % WIDTH) * BN + tl.arange(0, BN)
@@ -205,5 +240,6 @@ def down_few_kernel(
                 acc, step, token, n, act, ids, weights, down, ID_T, ID_K, K, E, H, INTER,
                 DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BN, BK, DTYPE,
             )  # fmt: skip
+    trigger(PDL)
     out = y + token.to(tl.int64) * H + n
     tl.store(out, tl.sum(acc, 1).to(y.dtype.element_ty), mask=n < H)

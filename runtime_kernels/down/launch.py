@@ -92,6 +92,7 @@ def scatter_product(
         "BK": tile.depth,
         "GROUP": tile.group,
         "SWAP": tile.swap,
+        "HALVES": tile.halves,
     }
     start(
         scatter_product_kernel,

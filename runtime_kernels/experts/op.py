@@ -187,7 +187,7 @@ def _cpu_saving(
 def _cpu_backward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     grad_x, grad_weights, *lists = reference.experts_loop_backward(*arguments)
     weights = arguments[3]
-    return grad_x, grad_weights.to(weights.dtype), *lists
+    return grad_x, grad_weights.to(weights.dtype), lists[0], lists[1], lists[2]
 
 
 def _cuda(*arguments: Any) -> Tensor:

@@ -105,6 +105,7 @@ def gate_up(
         "BK": tile.depth,
         "GROUP": tile.group,
         "SWAP": tile.swap,
+        "HALVES": tile.halves,
     }
     operands = (
         x,

@@ -110,6 +110,78 @@ def finish(
     return part
 
 
+@triton.jit
+def grad_act_tile(
+    grad_y,
+    weights,
+    preact,
+    perm,
+    down,
+    grad_preact,
+    act,
+    sums,
+    expert,
+    first,
+    end,
+    column,
+    S,
+    Y_ROW: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    INTER: tl.constexpr,
+    DOWN_E: tl.constexpr,
+    DOWN_H: tl.constexpr,
+    DOWN_I: tl.constexpr,
+    TABLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BOX: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    PIECES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The tile of BM rows from `first` in the column-th group of BN columns of one expert; as `grad_act_kernel`."""
+    DTYPE: tl.constexpr = grad_preact.dtype.element_ty
+    r = first + tl.arange(0, BM)
+    ok = r < end
+    pair = tl.load(perm + r, mask=ok, other=0)
+    rows = grad_y + (pair // K).to(tl.int64) * Y_ROW
+    n0 = column * BN
+    # The rows of no expert skip the loop: their results are zero.
+    depth = tl.where(expert < E, H, 0)
+    safe = tl.minimum(expert, E - 1)
+    if BOX > 0:
+        matrix = down
+    else:
+        matrix = expert_matrix(down, safe, DOWN_E, TABLE, ALIGNED, DTYPE)
+    grad = zero_tile(BM, BN, SWAP)
+    grad = accumulate(
+        grad, rows, ok, matrix, safe, depth, n0,
+        H, INTER, BK, BN, DOWN_H, DOWN_I, WIDE, BOX, SWAP, PRECISION, DTYPE,
+    )  # fmt: skip
+    trigger(PDL)
+    grad = upright(grad, SWAP)
+    if weights is not None:
+        scale = tl.load(weights + pair, mask=ok & (expert < E), other=0.0).to(tl.float32)
+    else:
+        scale = None
+    # Nobody wrote the pre-activation of the rows of no expert.
+    known = ok & (expert < E)
+    part = finish(
+        grad, r, n0, ok, known, scale, preact, grad_preact, act,
+        INTER, BM, BN, GATED, ACTIVATION, sums is not None, PIECES,
+    )  # fmt: skip
+    if sums is not None:
+        tl.store(sums + column.to(tl.int64) * S + pair, part, mask=ok)
+
+
 @triton.jit(do_not_specialize=["S", "slots"])
 def grad_act_kernel(
     grad_y,
@@ -144,45 +216,32 @@ def grad_act_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
+    HALVES: tl.constexpr,
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """grad_preact [S,N], act [S,I] times the weight unless None, sums [ceil(I/BN), S] in pair order unless None."""
+    """grad_preact [S,N], act [S,I] times the weight unless None, sums [ceil(I/BN), S] in pair order unless None.
+
+    BOX and HALVES as in `gate_up_kernel`.
+    """
     wait(PDL)
-    trigger(PDL)
     WIDTH: tl.constexpr = (INTER + BN - 1) // BN
     slot, column = tile_of_program(tl.program_id(0), slots, WIDTH, GROUP)
     expert, first, end = expert_tile(starts, slot, S, E, E_POW2, BM)
-    if first < end:
-        DTYPE: tl.constexpr = grad_preact.dtype.element_ty
-        r = first + tl.arange(0, BM)
-        ok = r < end
-        pair = tl.load(perm + r, mask=ok, other=0)
-        rows = grad_y + (pair // K).to(tl.int64) * Y_ROW
-        n0 = column * BN
-        depth = tl.where(expert < E, H, 0)
-        safe = tl.minimum(expert, E - 1)
-        if BOX > 0:
-            matrix = down
-        else:
-            matrix = expert_matrix(down, safe, DOWN_E, TABLE, ALIGNED, DTYPE)
-        grad = zero_tile(BM, BN, SWAP)
-        grad = accumulate(
-            grad, rows, ok, matrix, safe, depth, n0, H, INTER, BK, BN, DOWN_H, DOWN_I, WIDE, BOX, SWAP, PRECISION, DTYPE
-        )
-        grad = upright(grad, SWAP)
-        if weights is not None:
-            scale = tl.load(weights + pair, mask=ok & (expert < E), other=0.0).to(tl.float32)
-        else:
-            scale = None
-        # Nobody wrote the pre-activation of the rows of no expert.
-        known = ok & (expert < E)
-        part = finish(
-            grad, r, n0, ok, known, scale, preact, grad_preact, act,
-            INTER, BM, BN, GATED, ACTIVATION, sums is not None, PIECES,
+    if end - first > (BM // 2 if HALVES else 0):
+        grad_act_tile(
+            grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
+            Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
+            BM, BN, BK, SWAP, PIECES, PDL,
         )  # fmt: skip
-        if sums is not None:
-            tl.store(sums + column.to(tl.int64) * S + pair, part, mask=ok)
+    else:
+        if HALVES:
+            if first < end:
+                grad_act_tile(
+                    grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
+                    Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
+                    BM // 2, BN, BK, SWAP, PIECES, PDL,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["S"])

@@ -87,6 +87,7 @@ def grad_act(
         "BK": tile.depth,
         "GROUP": tile.group,
         "SWAP": tile.swap,
+        "HALVES": tile.halves,
         # About 32 columns at a time for a warp's rows keeps the epilogue in registers.
         "PIECES": max(1, min(tile.cols // 32, tile.rows * tile.cols // tile.warps // 512)),
     }

@@ -50,7 +50,6 @@ def grad_weights_kernel(
     the token rows, which are then rounded to the data type.
     """
     wait(PDL)
-    trigger(PDL)
     HEIGHT: tl.constexpr = (M + BM - 1) // BM
     WIDTH: tl.constexpr = (N + BN - 1) // BN
     DTYPE: tl.constexpr = ordered.dtype.element_ty
@@ -90,6 +89,7 @@ def grad_weights_kernel(
             else:
                 right = (right.to(tl.float32) * scale).to(DTYPE)
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
+    trigger(PDL)
     if PARTS == 2:
         if part == 1:
             out = expert_matrix(second_part, expert, PART_E, TABLE, ALIGNED, DTYPE)

@@ -45,7 +45,7 @@ def order_kernel(
     expert = load_experts(ids, query, S, ID_T, ID_K, K, E)
     key = tl.where(query < S, expert * S + query, (query - S) * S)
     before = tl.zeros((BQ, BS), tl.int32)
-    for s0 in range(0, S, BS):
+    for s0 in tl.range(0, S, BS, num_stages=3):
         pair = s0 + tl.arange(0, BS)
         other = load_experts(ids, pair, S, ID_T, ID_K, K, E) * S + pair
         other = tl.where(pair < S, other, 0x7FFFFFFF)
@@ -110,7 +110,7 @@ def order_scatter_kernel(
     e = tl.arange(0, E_POW2)
     earlier = tl.zeros((E_POW2,), tl.int32)
     total = tl.zeros((E_POW2,), tl.int32)
-    for b0 in range(0, B, BB):
+    for b0 in tl.range(0, B, BB, num_stages=3):
         b = b0 + tl.arange(0, BB)
         some = tl.load(
             counts + b.to(tl.int64)[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0
@@ -125,7 +125,7 @@ def order_scatter_kernel(
     row = tl.gather(begin + earlier, tl.minimum(expert, E_POW2 - 1), 0)
     row = tl.where(expert < E, row, valid + block * BLOCK - tl.sum(earlier, 0))
     before = tl.zeros((BQ, BS), tl.int32)
-    for s0 in range(0, first + BQ, BS):
+    for s0 in tl.range(0, first + BQ, BS, num_stages=3):
         other = block * BLOCK + s0 + tl.arange(0, BS)
         same = load_experts(ids, other, S, ID_T, ID_K, K, E)[None, :] == expert[:, None]
         before += (same & (other[None, :] < pair[:, None])).to(tl.int32)

@@ -8,6 +8,8 @@ from triton.language.extra import libdevice
 
 from moe_compiler.runtime_kernels.device import trigger, wait
 
+LOWEST = tl.constexpr(-0x80000000)
+
 
 @triton.jit
 def score_values(values, inside, SCORE: tl.constexpr, SCORE_DTYPE: tl.constexpr):
@@ -33,6 +35,12 @@ def sortable(values):
     bits = values.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(values != values, 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def unsorted(keys):
+    """The fp32 values of `sortable` keys."""
+    return tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -67,21 +75,18 @@ def route_kernel(
     if BEFORE:
         scores = score_values(scores, (e < E)[None, :], SCORE, SCORE_DTYPE)
     scores = scores.to(tl.float32)
-    # One number to compare by: the value above, the index below it, so that a maximum finds the first of the largest.
-    keys = (sortable(scores).to(tl.int64) << 32) | (E_POW2 - 1 - e).to(tl.int64)[None, :]
-    lowest = -0x8000000000000000
-    keys = tl.where((e < E)[None, :], keys, lowest)
+    keys = sortable(scores)
+    taken = tl.broadcast_to((e >= E)[None, :], (BT, E_POW2))
     j = tl.arange(0, K_POW2)
-    chosen = tl.zeros((BT, K_POW2), tl.int64)
+    chosen = tl.zeros((BT, K_POW2), tl.int32)
     values = tl.zeros((BT, K_POW2), tl.float32)
     for step in tl.static_range(K):
-        best = E_POW2 - 1 - (tl.max(keys, 1) & 0xFFFFFFFF)
-        taken = e[None, :] == best[:, None]
-        value = tl.sum(tl.where(taken, scores, 0.0), 1)
+        # The largest of those left, and of equals the first. Nothing sorts below LOWEST, not even -inf.
+        top = tl.max(tl.where(taken, LOWEST, keys), 1)
+        best = tl.min(tl.where((keys == top[:, None]) & (taken == 0), e[None, :], E_POW2), 1)
+        taken = taken | (e[None, :] == best[:, None])
         chosen = tl.where(j[None, :] == step, best[:, None], chosen)
-        values = tl.where(j[None, :] == step, value[:, None], values)
-        keys = tl.where(taken, lowest, keys)
-    used = (j < K)[None, :]
+        values = tl.where(j[None, :] == step, unsorted(top)[:, None], values)
     if not BEFORE:
         values = score_values(values, used, SCORE, SCORE_DTYPE)
     if RENORMALIZE:
@@ -92,7 +97,7 @@ def route_kernel(
     out = t.to(tl.int64)[:, None] * K + j[None, :]
     keep = (t < T)[:, None] & used
     tl.store(weights + out, values.to(weights.dtype.element_ty), mask=keep)
-    tl.store(ids + out, chosen, mask=keep)
+    tl.store(ids + out, chosen.to(tl.int64), mask=keep)
 
 
 @triton.jit(do_not_specialize=["T"])

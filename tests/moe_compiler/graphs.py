@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from moe_compiler.backend import resolve_options
 from moe_compiler.graph_pass import Context
 from moe_compiler.report import Report
 from moe_compiler.runtime_kernels import register  # noqa: F401 - defines the operators
-from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 E, K, H, I = 8, 2, 32, 16
 ROUTE = (K, "softmax", "before", True, 0.0, 1.0, torch.float32, torch.bfloat16)
@@ -26,11 +27,16 @@ def forward_graph(tokens: int = 4, device: str = "cuda", between=None) -> GraphM
         return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], *EXPERTS)
 
     with FakeTensorMode():
-        made = [torch.empty(s, device=device, dtype=torch.bfloat16) for s in ((tokens, H), (tokens, E), (E, 2 * I, H), (E, H, I))]
+        made = [
+            torch.empty(s, device=device, dtype=torch.bfloat16)
+            for s in ((tokens, H), (tokens, E), (E, 2 * I, H), (E, H, I))
+        ]
         return make_fx(block)(*made)
 
 
-def backward_graph(needs=(True, True, True, False, True), tokens: int = 4, device: str = "cuda", at: str = "output") -> GraphModule:
+def backward_graph(
+    needs=(True, True, True, False, True), tokens: int = 4, device: str = "cuda", at: str = "output"
+) -> GraphModule:
     """experts_backward of one block, its results returned as far as they are needed."""
 
     def block(grad_y, x, ids, weights, gate_up, down, preact, perm, starts):
@@ -43,7 +49,9 @@ def backward_graph(needs=(True, True, True, False, True), tokens: int = 4, devic
     shapes = [(tokens, H), (tokens, H), None, (tokens, K), (E, 2 * I, H), (E, H, I), (tokens * K, 2 * I)]
     with FakeTensorMode():
         made = [
-            torch.empty(s, device=device, dtype=torch.bfloat16) if s else torch.empty(tokens, K, device=device, dtype=torch.int64)
+            torch.empty(s, device=device, dtype=torch.bfloat16)
+            if s
+            else torch.empty(tokens, K, device=device, dtype=torch.int64)
             for s in shapes
         ]
         made += [torch.empty(n, device=device, dtype=torch.int32) for n in (tokens * K, E + 1)]

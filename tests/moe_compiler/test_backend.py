@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.utils.checkpoint
+
 from moe_compiler.backend import explain, last_reports, moepdl
 from moe_compiler.errors import MatchRequired, OptionError
 from moe_compiler.pipeline import PIPELINE
 from moe_compiler.report import Report
-
 from tests.moe_compiler.blocks import TOKENS, assert_accurate, float64_block, gradients, qwen3_block, qwen3_decoder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.utils.checkpoint
+
 from moe_compiler.capture import capture, nested_bodies
 from moe_compiler.errors import CaptureError
 from moe_compiler.moe_ir import user_line

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.compile_fx as inductor
-from moe_compiler import torch_private
-from moe_compiler.backend import last_reports, moepdl
 from torch._inductor import config
 
+from moe_compiler import torch_private
+from moe_compiler.backend import last_reports, moepdl
 from tests.moe_compiler.blocks import assert_accurate, float64_block, gradients, qwen3_block, qwen3_decoder
 
 
@@ -25,7 +25,10 @@ def test_forward_and_backward_through_inductor():
         assert_accurate(out, eager, exact)
         grad = torch.randn_like(eager)
         for mine, theirs, true in zip(
-            gradients(block, out, x, grad), gradients(block, eager, x, grad), gradients(block, exact, x, grad), strict=True
+            gradients(block, out, x, grad),
+            gradients(block, eager, x, grad),
+            gradients(block, exact, x, grad),
+            strict=True,
         ):
             assert_accurate(mine, theirs, true)
     report = last_reports()[-1]
@@ -63,7 +66,9 @@ def test_as_many_static_inputs_as_without_our_capture(training, monkeypatch):
 
     run("ours", moepdl)
     run("inductor", None)
-    weights = len(list(model.parameters())) + len([b for n, b in model.named_buffers() if not n.endswith("original_inv_freq")])
+    weights = len(list(model.parameters())) + len(
+        [b for n, b in model.named_buffers() if not n.endswith("original_inv_freq")]
+    )
     assert seen["ours"] == seen["inductor"] == weights
 
 
@@ -118,7 +123,8 @@ with torch.no_grad():
     out = torch.compile(block, backend="moepdl", options={"dump": sys.argv[1]})(x)
     torch.testing.assert_close(out, block(x))
 report = last_reports()[-1]
-print(report.schedule[0].name, len(report.schedule[0].variants[0].launches), "cache" if any("cache" in n for n in report.notes) else "fresh")
+source = "cache" if any("cache" in note for note in report.notes) else "fresh"
+print(report.schedule[0].name, len(report.schedule[0].variants[0].launches), source)
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from moe_compiler import torch_private
 
 
@@ -100,5 +101,3 @@ def test_real_tensors_inside_of_a_fake_mode():
 def test_code_cache_dir_follows_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert torch_private.code_cache_dir() == str(tmp_path)
-
-

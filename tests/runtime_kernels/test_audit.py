@@ -69,7 +69,7 @@ def _record(
     attrs = {
         **({"k": K, **ROUTE, "score_dtype": torch.float32} if name.startswith("route") else {}),
         **({"num_experts": EXPERTS} if name.startswith("order") else {}),
-        **{"k": K, "activation": "silu", "gated": True, "save": True, "dtype": dtype},
+        "k": K, "activation": "silu", "gated": True, "save": True, "dtype": dtype,
     }
     traits = kernel(name).traits
     with recording() as starts:
@@ -142,7 +142,7 @@ def _wait_in_loop_kernel(source, other, target, PDL: tl.constexpr):
     row = tl.arange(0, 64)
     acc = tl.zeros((64, 64), tl.float32)
     at = row[:, None] * 64 + row[None, :]
-    for step in range(0, 8):
+    for step in range(8):
         wait(PDL)
         acc = tl.dot(tl.load(source + step * 4096 + at), tl.load(other + step * 4096 + at), acc)
     tl.store(target + at, acc)

@@ -1,0 +1,167 @@
+"""The whole way on a GPU: numbers, programmatic edges in the captured graph, static weights, weights that move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_compiler import device
+from moe_compiler.backend import last_reports, moepdl
+from moe_compiler.errors import KernelError
+from moe_compiler.graph_edges import read_edges
+from moe_compiler.runtime_kernels import registry
+from tests.moe_compiler.blocks import TOKENS, assert_accurate, float64_block, gradients, qwen3_block
+
+pytestmark = pytest.mark.gpu
+
+
+def compiled(function, *, options=None, **kwargs):
+    return torch.compile(function, backend=moepdl, options={"remainder": "eager", **(options or {})}, **kwargs)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_forward_and_backward_are_accurate(dtype, implementation):
+    block = qwen3_block(dtype, implementation).cuda()
+    ours = compiled(block)
+    for tokens in TOKENS:
+        x = torch.randn(1, tokens, 32, device="cuda").to(dtype).requires_grad_()
+        out, eager, exact = ours(x), block(x), float64_block(block, x)
+        assert_accurate(out, eager, exact)
+        grad = torch.randn(exact.shape, dtype=torch.float64, device="cuda")
+        for mine, theirs, true in zip(
+            gradients(block, out, x, grad),
+            gradients(block, eager, x, grad),
+            gradients(block, exact, x, grad),
+            strict=True,
+        ):
+            assert_accurate(mine, theirs, true)
+        with torch.no_grad():
+            assert_accurate(ours(x), block(x), exact)
+
+
+def test_through_inductor_with_dynamic_tokens():
+    block = qwen3_block(torch.bfloat16).cuda()
+    ours = torch.compile(block, backend="moepdl", dynamic=True)
+    for tokens in (3, 40, 700):
+        x = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        out, eager, exact = ours(x), block(x), float64_block(block, x)
+        assert_accurate(out, eager, exact)
+        grad = torch.randn(exact.shape, dtype=torch.float64, device="cuda")
+        for mine, theirs, true in zip(
+            gradients(block, out, x, grad),
+            gradients(block, eager, x, grad),
+            gradients(block, exact, x, grad),
+            strict=True,
+        ):
+            assert_accurate(mine, theirs, true)
+
+
+def captured_edges(function, x):
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                function(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            out = function(x)
+        edges = read_edges(graph)
+        graph.instantiate()
+        graph.replay()
+        torch.cuda.synchronize()
+    return edges, out
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 2), (100, 4), (3000, 5)])
+def test_the_captured_graph_has_the_planned_programmatic_edges(tokens, expected):
+    if device.why_no_pdl("cuda"):
+        pytest.skip(device.why_no_pdl("cuda"))
+    block = qwen3_block(torch.bfloat16).cuda()
+    x = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16)
+    on, out = captured_edges(torch.compile(block, backend="moepdl"), x)
+    assert sum(edge.programmatic for edge in on) == expected
+    torch._dynamo.reset()
+    off, twin = captured_edges(torch.compile(block, backend="moepdl", options={"pdl": "off"}), x)
+    assert sum(edge.programmatic for edge in off) == 0
+    assert torch.equal(out, twin)
+
+
+def test_weights_are_not_copied_at_each_step_under_cuda_graphs():
+    block = qwen3_block(torch.bfloat16).cuda()
+    ours = torch.compile(block, backend="moepdl", mode="reduce-overhead")
+    x = torch.randn(1, 8, 32, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(4):
+            out = ours(x).clone()
+        assert_accurate(out, block(x), float64_block(block, x))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            ours(x)
+            torch.cuda.synchronize()
+    copies = [event for event in profile.events() if "memcpy" in event.name.lower() and "dtod" in event.name.lower()]
+    assert len(copies) <= 1, [event.name for event in copies]
+
+
+def test_weights_that_move_are_seen_at_the_next_call():
+    block = qwen3_block(torch.bfloat16).cuda()
+    ours = compiled(block)
+    x = torch.randn(1, 7, 32, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours(x)
+        block.load_state_dict({k: torch.randn_like(v) * 0.2 for k, v in block.state_dict().items()}, assign=True)
+        assert_accurate(ours(x), block(x), float64_block(block, x))
+        for parameter in block.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.2
+        assert_accurate(ours(x), block(x), float64_block(block, x))
+
+
+def test_experts_of_a_module_list_are_read_where_they_are_and_may_move():
+    from moe_compiler.testing import examples
+
+    example = examples()["where_loop"](dtype=torch.bfloat16)
+    module = example.module.cuda()
+    x = example.inputs(9)[0].cuda()
+    ours = torch.compile(module, backend=moepdl, options={"remainder": "eager", "require_match": True}, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), module(x), rtol=0.05, atol=0.05)
+        before = torch.cuda.memory_allocated()
+        ours(x)
+        assert torch.cuda.memory_allocated() - before < 1 << 20
+        for parameter in module.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.2
+        torch.testing.assert_close(ours(x), module(x), rtol=0.05, atol=0.05)
+    assert last_reports()[-1].matches[0].attributes["layout"] == "per expert"
+
+
+def test_a_kernel_that_fails_is_named_or_falls_back(monkeypatch):
+    def broken(outs, ins, attrs, *, pdl):
+        raise ValueError("no such tile")
+
+    monkeypatch.setitem(registry.kernel("gate_up_few").__dict__, "launch", broken)
+    block = qwen3_block(torch.bfloat16).cuda()
+    x = torch.randn(1, 2, 32, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        with pytest.raises(KernelError, match="gate_up_few: no such tile"):
+            compiled(block)(x)
+        torch._dynamo.reset()
+        ours = compiled(block, options={"on_error": "fallback"})
+        with pytest.warns(UserWarning, match="fell back"):
+            torch.testing.assert_close(ours(x), block(x))
+        torch.testing.assert_close(ours(x), block(x))
+    assert last_reports()[-1].status == "fallback"
+
+
+def test_results_are_the_same_bits_on_every_run():
+    block = qwen3_block(torch.bfloat16).cuda()
+    ours = compiled(block)
+    for tokens in (2, 60, 900):
+        x = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16)
+        first = None
+        for _ in range(20):
+            out = ours(x)
+            found = [out.detach(), *torch.autograd.grad(out, [x, *block.parameters()], grad)]
+            first = first or found
+            assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
