@@ -284,121 +284,78 @@ def host_time(call: Any, calls: int = 20) -> float:
     return sorted(times[5:])[calls // 2]
 
 
-def grid(rows: int, *tails: tuple[Any, ...]) -> list[Tile]:
-    """Tiles of the same number of rows."""
-    return [Tile(rows, *tail) for tail in tails]
+# What --sweep tries, by stage and by rows an expert: (rows, cols, depth, warps, stages, group, swap, tma, halves).
+_SMALL = (
+    (64, 128, 4, 3),
+    (64, 128, 4, 4),
+    (32, 256, 4, 3),
+    (64, 256, 4, 2),
+    (128, 64, 4, 4),
+    (128, 128, 4, 3),
+    (64, 64, 4, 5),
+)
+_MIDDLE = ((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 4), (64, 128, 4, 3), (128, 64, 8, 4))
+_LARGE = {
+    "gate_up": ((128, 64, 8, 4), (64, 64, 8, 4), (64, 64, 4, 4), (128, 32, 8, 6), (64, 128, 8, 3)),
+    "down": ((256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 3), (256, 32, 8, 6), (128, 128, 8, 3)),
+    "grad_act": ((256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 3), (128, 64, 8, 3)),
+}
+_FEW = {
+    "gate_up_few": (
+        (2, 2048, 4),
+        (4, 1024, 4),
+        (4, 2048, 8),
+        (2, 1024, 2),
+        (8, 512, 4),
+        (16, 256, 4),
+        (1, 2048, 2),
+        (4, 512, 2),
+    ),
+    "down_few": (
+        (4, 1024, 4),
+        (2, 1024, 4),
+        (8, 1024, 8),
+        (8, 512, 4),
+        (16, 256, 4),
+        (8, 256, 2),
+        (32, 256, 8),
+        (4, 256, 2),
+    ),
+}
+_GRADS = (
+    (128, 128, 64, 4, 3),
+    (128, 128, 64, 4, 4),
+    (128, 128, 128, 4, 2),
+    (128, 256, 64, 8, 4),
+    (256, 128, 64, 8, 4),
+    (128, 128, 32, 4, 5),
+)
+_GRADS_SMALL = (
+    (64, 128, 16, 4, 2),
+    (128, 128, 16, 4, 2),
+    (128, 128, 32, 4, 2),
+    (128, 128, 32, 8, 2),
+    (64, 128, 32, 4, 2),
+)
 
 
 def candidates(name: str, mean_rows: int) -> list[Tile]:
-    """The tiles to try for a stage: (rows, cols, depth, warps, stages, group, swap, tma)."""
-    if name == "gate_up_few":
-        few_tiles = [
-            (4, 512, 4),
-            (8, 512, 4),
-            (8, 256, 4),
-            (4, 1024, 4),
-            (2, 2048, 4),
-            (4, 2048, 8),
-            (8, 512, 2),
-            (16, 256, 4),
-        ]
-        return [Tile(1, n, k, w, s) for n, k, w in few_tiles for s in (1, 3, 4)]
-    if name == "down_few":
-        few_tiles = [
-            (4, 256, 2),
-            (8, 256, 4),
-            (4, 256, 4),
-            (8, 256, 2),
-            (16, 256, 4),
-            (4, 1024, 4),
-            (8, 1024, 4),
-            (2, 1024, 4),
-        ]
-        return [Tile(1, n, k, w, s) for n, k, w in few_tiles for s in (1, 3, 5)]
+    """The tiles to try for a stage with `mean_rows` rows an expert."""
+    if name in _FEW:
+        return [Tile(1, *tail, stages) for tail in _FEW[name] for stages in (1, 3)]
     if name in ("grad_down", "grad_gate_up"):
-        if mean_rows <= 32:
-            return [Tile(64, 128, 16, 4, 2, 8), Tile(128, 128, 16, 8, 2, 8), Tile(128, 128, 32, 8, 2, 8)]
-        tails = [
-            (128, 256, 64, 8, 3),
-            (128, 256, 64, 8, 2),
-            (128, 256, 32, 8, 4),
-            (128, 128, 64, 8, 3),
-            (128, 128, 64, 4, 3),
-        ]
-        tails += [
-            (128, 128, 32, 4, 4),
-            (256, 128, 64, 8, 3),
-            (64, 256, 64, 4, 3),
-            (128, 128, 64, 8, 2),
-            (128, 128, 32, 8, 4),
-        ]
-        return [Tile(*tail, group) for tail in tails for group in (4, 16)]
-    wide = name == "gate_up"
-    result: list[Tile] = []
-    if mean_rows <= 48:
-        tails = [
-            (64, 128, 4, 3),
-            (64, 128, 4, 4),
-            (32, 128, 4, 4),
-            (32, 256, 4, 3),
-            (64, 256, 4, 2),
-            (128, 64, 4, 4),
-            (64, 64, 4, 5),
-        ]
-        if not wide:
-            tails = [
-                (64, 128, 4, 4),
-                (64, 128, 4, 5),
-                (128, 128, 4, 3),
-                (128, 128, 4, 4),
-                (64, 256, 4, 3),
-                (128, 64, 4, 5),
-                (64, 64, 4, 6),
-            ]
-        for rows in {16 if mean_rows <= 12 else 32 if mean_rows > 24 else 16, 32 if mean_rows > 12 else 16}:
-            for tail in tails:
-                result += [Tile(rows, *tail, 1, swap, tma) for swap in (False, True) for tma in (False, True)]
-    if 24 <= mean_rows <= 160:
-        for tail in [
-            (64, 64, 4, 3),
-            (64, 64, 4, 4),
-            (128, 64, 4, 3),
-            (128, 64, 4, 4),
-            (64, 128, 4, 3),
-            (128, 64, 8, 3),
-        ]:
-            result += [Tile(64, *tail, 1, swap, True) for swap in (False, True)]
+        tails = _GRADS if mean_rows > 64 else _GRADS_SMALL
+        return [Tile(*tail, group) for tail in tails for group in ((4, 16) if mean_rows > 64 else (8,))]
+    result = []
+    if mean_rows <= 32:
+        rows = (16,) if mean_rows <= 8 else (16, 32) if mean_rows < 32 else (32, 64)
+        result += [Tile(r, *tail, 1, swap, True) for r in rows for tail in _SMALL for swap in (False, True)]
+    if 24 <= mean_rows <= 128:
+        tails = [(64, *tail, 1) for tail in _MIDDLE]
+        result += [Tile(*tail, swap, True, half) for tail in tails for swap in (False, True) for half in (False, True)]
     if mean_rows >= 64:
-        if wide:
-            tails = [
-                (128, 128, 64, 8, 3),
-                (128, 128, 64, 8, 4),
-                (128, 64, 64, 8, 3),
-                (128, 64, 64, 4, 3),
-                (64, 128, 64, 4, 3),
-            ]
-            tails += [(128, 64, 64, 8, 4), (64, 128, 64, 8, 3), (128, 128, 32, 8, 4), (256, 64, 64, 8, 3)]
-        elif name == "grad_act":
-            tails = [
-                (128, 128, 64, 8, 3),
-                (128, 256, 64, 8, 3),
-                (64, 128, 64, 4, 3),
-                (128, 64, 64, 4, 3),
-                (128, 128, 64, 4, 3),
-            ]
-            tails += [(64, 256, 64, 4, 3), (128, 256, 64, 8, 4)]
-        else:
-            tails = [
-                (128, 256, 64, 8, 3),
-                (128, 256, 64, 8, 4),
-                (128, 128, 64, 8, 3),
-                (128, 128, 64, 4, 3),
-                (64, 256, 64, 4, 3),
-            ]
-            tails += [(64, 128, 64, 4, 3), (128, 128, 64, 8, 4), (256, 128, 64, 8, 3)]
-        result += [
-            Tile(*tail, group, False, tma) for tail in tails for group, tma in ((8, True), (1, True), (8, False))
-        ]
+        for tail in _LARGE.get(name, _LARGE["down"]):
+            result += [Tile(128, *tail, group, False, True, half) for group in (1, 8) for half in (False, True)]
     return result
 
 

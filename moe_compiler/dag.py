@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.cost import stage_cost
+from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.report import DagRecord
 
@@ -90,8 +91,7 @@ def neighbourhood(dag: nx.DiGraph, nodes: Iterable[Node]) -> nx.DiGraph:
 
 def stage_sizes(node: Node) -> dict[str, int]:
     """k, E, H, I, N and the element size w of a stage node, as far as its operands say."""
-    arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    named = dict(zip(arguments, node.args, strict=False)) | dict(node.kwargs)
+    named = named_arguments(node)
     sizes: dict[str, int] = {}
 
     def last(name: str, axis: int) -> int:

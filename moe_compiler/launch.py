@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.dag import stage_sizes
+from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name
 from moe_compiler.plan import Step, variants
 from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, VariantRecord
@@ -137,8 +138,7 @@ def build_chain(nodes: Sequence[Node], *, direction: str, name: str) -> Chain:
     for node in nodes:
         stage = op_name(node)
         traits = kernel(stage).traits
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        named = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        named = named_arguments(node)
         ins = {key: builder.operand(key, named[key]) for key in traits.reads}
         attrs = {
             key: str(value).removeprefix("torch.") if _is_dtype(key, value) else value

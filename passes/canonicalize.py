@@ -1,8 +1,8 @@
 """Fewer spellings of the same thing, before the finder looks.
 
 Only what leaves every value as it was: an in-place operator on memory that nobody else can see becomes the operator
-that returns a new tensor, and casts and reshapes that change nothing disappear. An in-place operator on an input, on
-a view of one, or on anything still read under its old name afterwards stays as it is.
+that returns a new tensor, and casts, reshapes and slices that change nothing disappear. An in-place operator on an
+input, on a view of one, or on anything still read under its old name afterwards stays as it is.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from torch.fx import Graph, Node
 from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, size_expr
+from moe_compiler.passes.formulations.walk import arg
 
 __all__ = ["canonicalize"]
 
 _aten = torch.ops.aten
+_END = 2**63 - 1
 _SAME_SHAPE_NO_OPS = (_aten.reshape, _aten.view)
 
 
@@ -89,7 +91,13 @@ def _is_no_op(node: Node) -> bool:
     packet = getattr(node.target, "overloadpacket", None)
     if packet in _SAME_SHAPE_NO_OPS:
         return [size_expr(s) for s in before.shape] == [size_expr(s) for s in value.shape]
-    return False
+    return packet is _aten.slice and _is_whole(node)
+
+
+def _is_whole(node: Node) -> bool:
+    """x[:] along one dimension: what indexing with symbolic sizes leaves behind."""
+    start, end = arg(node, "start"), arg(node, "end")
+    return start in (0, None) and arg(node, "step") == 1 and (end is None or (isinstance(end, int) and end == _END))
 
 
 def _drop_no_ops(graph: Graph) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moe_compiler import torch_private
-from moe_compiler.graph_pass import Context, fake_mode_of_graph, graph_pass, insert
+from moe_compiler.graph_pass import Context, graph_pass, insert
+from moe_compiler.inline import named_arguments, write_out
 from moe_compiler.moe_ir import Level, is_moepdl, op_name
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 from moe_compiler.runtime_kernels.route.reference import route_backward
@@ -27,12 +27,6 @@ BLOCK = "moepdl_block"
 
 
 _ops = torch.ops.moepdl
-
-
-def _named(node: Node) -> dict[str, Any]:
-    """The node's arguments by their schema names."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 class _Expansion:
@@ -80,7 +74,7 @@ def _experts_count(gate: list[Node]) -> int:
 
 
 def _expand_experts(node: Node, *, saving: bool) -> None:
-    a, e = _named(node), _Expansion(node)
+    a, e = named_arguments(node), _Expansion(node)
     # Under activation checkpointing the backward graph recomputes the block, and nobody reads what was saved.
     save = saving and any(user.args[1] == 1 for user in node.users)
     k = int(a["ids"].meta["val"].shape[1])
@@ -99,7 +93,7 @@ def _expand_experts(node: Node, *, saving: bool) -> None:
 
 
 def _expand_experts_backward(node: Node) -> None:
-    a, e = _named(node), _Expansion(node)
+    a, e = named_arguments(node), _Expansion(node)
     k = int(a["ids"].meta["val"].shape[1])
     x, weights, perm, starts = a["x"], a["weights"], a["perm"], a["starts"]
     need_x, need_weights, need_gate, need_up, need_down = a["needs"]
@@ -138,30 +132,6 @@ def _expand_experts_backward(node: Node) -> None:
     e.replace(results)
 
 
-def _expand_route_backward(node: Node) -> None:
-    """Inline the reference as the ATen operators that Inductor lowers."""
-    a = _named(node)
-    tensors = ("grad_weights", "logits", "ids")
-    attributes = {name: value for name, value in a.items() if name not in tensors}
-    mode = fake_mode_of_graph(node.graph)
-    traced = torch_private.make_fx_decomposed(
-        lambda *operands: route_backward(*operands, **attributes), mode, [a[name].meta["val"] for name in tensors]
-    )
-    environment: dict[Node, Any] = dict(
-        zip(traced.graph.find_nodes(op="placeholder"), [a[n] for n in tensors], strict=True)
-    )
-    with node.graph.inserting_before(node):
-        for inner in traced.graph.nodes:
-            if inner.op == "output":
-                node.replace_all_uses_with(environment[inner.args[0]])
-            elif inner.op != "placeholder":
-                copied = node.graph.node_copy(inner, lambda n: environment[n])
-                if "stack_trace" in node.meta:
-                    copied.meta["stack_trace"] = node.meta["stack_trace"]
-                environment[inner] = copied
-    node.graph.erase_node(node)
-
-
 @graph_pass(level=Level.STAGES, numerics="exact")
 def expand_stages(graph: Graph, context: Context) -> int:
     """Open moepdl::experts, its saving and backward forms, and route_backward into stages.
@@ -179,7 +149,7 @@ def expand_stages(graph: Graph, context: Context) -> int:
         elif name == "experts_backward":
             _expand_experts_backward(node)
         elif name == "route_backward":
-            _expand_route_backward(node)
+            write_out(node, route_backward, ("grad_weights", "logits", "ids"))
         else:
             continue
         count += 1

@@ -11,6 +11,7 @@ The pass changes nothing: it fills `context.matches`, and the report's misses wi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import sympy
 import torch
@@ -22,7 +23,7 @@ from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import match_router
-from moe_compiler.passes.formulations.walk import is_op, shape_of, strip_casts
+from moe_compiler.passes.formulations.walk import dtype_of, is_cast, is_op, shape_of, strip_casts
 from moe_compiler.report import MissRecord
 
 __all__ = ["find_moe"]
@@ -117,7 +118,7 @@ def _regions(graph: Graph) -> dict[Node, tuple[object, ...]]:
         if name == "_enter_autocast":
             autocast.append(node)
         elif name == "_exit_autocast" and node.args[0] in autocast:
-            autocast.remove(node.args[0])  # type: ignore[arg-type]
+            autocast.remove(node.args[0])
         elif name == "_set_grad_enabled":
             grad = node.args[0]
         region[node] = (tuple(autocast), grad)
@@ -130,6 +131,19 @@ def _check_region(nodes: Iterable[Node], output: Node, region: dict[Node, tuple[
         floating = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
         if floating and region[node] != region[output]:
             raise Miss(f"{what} spans two autocast or grad-mode regions", node)
+
+
+def _keep_in_region(match: Match, region: dict[Node, tuple[object, ...]]) -> None:
+    """Leave casts of the result that stand behind the end of an autocast or grad-mode region outside of the block."""
+    output = match.output
+    while is_cast(match.output):
+        source = match.output.args[0]
+        assert isinstance(source, Node)
+        if region[match.output] != region[source]:
+            output = source
+        match.output = source
+    match.output = output
+    match.spec = replace(match.spec, dtype=dtype_of(output))
 
 
 class _Writes:
@@ -261,6 +275,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                 continue
             result = attempt(formulation, graph, anchor)
             if result.match is not None:
+                _keep_in_region(result.match, region)
                 try:
                     inside = _inside(result.match)
                     _check_closed(result.match, inside, order)
@@ -275,7 +290,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                     context.matches.append(result.match)
                     claimed |= inside
                     failed.pop(_candidate(anchor), None)
-                    claimed.add(_candidate(anchor))
+                    claimed |= {_candidate(anchor), _candidate(result.match.ids_TK)}
                     continue
             failed.setdefault(_candidate(anchor), []).append(result)
     for candidate, attempts in failed.items():

@@ -36,7 +36,7 @@ def _oriented(node: Node, transposed: bool) -> Node:
     if not transposed:
         return node
     if swaps_last_two(node):
-        return node.args[0]  # type: ignore[return-value]
+        return node.args[0]
     return insert(node, _aten.transpose.int, (node, -2, -1))
 
 

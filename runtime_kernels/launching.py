@@ -142,7 +142,7 @@ def capability(device: torch.device) -> int:
 
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest power of two that is at least n and at least `least`."""
-    return max(triton.next_power_of_2(max(n, 1)), least)
+    return max(1 << (max(n, 1) - 1).bit_length(), least)
 
 
 def row_major(matrix: Tensor) -> Tensor:
@@ -163,6 +163,7 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
         table = _write_table(tensors)
     else:
         table = weights.pointers()
+        _ready_writer(weights.device)
     return Matrix(table, 0, out, inner, True, aligned, wide)
 
 
@@ -180,11 +181,18 @@ def _write_table(tensors: Sequence[Tensor]) -> Tensor:
     launch, a full barrier between its neighbours.
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses += addresses[-1:] * (-len(addresses) % _ADDRESSES)
     table = torch.empty(len(addresses), dtype=torch.int64, device=tensors[0].device)
     for first in range(0, len(addresses) if _record is None else 0, _ADDRESSES):
         some = tuple(addresses[first : first + _ADDRESSES])
-        write_table_kernel[(1,)](table[first:], some, COUNT=len(some), num_warps=1)
+        write_table_kernel[(1,)](table[first:], some, COUNT=_ADDRESSES, num_warps=1)
     return table
+
+
+@lru_cache
+def _ready_writer(device: torch.device) -> None:
+    """Compile the table writer before a CUDA graph is captured, which must not compile anything."""
+    _write_table([torch.empty(16, device=device)])
 
 
 def box(weights: Sequence[Tensor], what: Matrix, rows: int, inner_rows: bool, block: tuple[int, int]) -> Any:
@@ -194,7 +202,7 @@ def box(weights: Sequence[Tensor], what: Matrix, rows: int, inner_rows: bool, bl
     inner_rows  whether the stored rows run over `in` (the matrix is kept transposed)
     block       tile sizes (along the stored rows, along the contiguous dimension)
     """
-    if what.table or what.operand.element_size() != 2:
+    if what.table or what.operand.element_size() != 2 or capability(what.operand.device) < 90:
         return None
     step, unit = (what.inner, what.out) if inner_rows else (what.out, what.inner)
     tensor = weights[0]

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import sympy
 import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
-from moe_compiler.passes.formulations.walk import arg, is_op, require, shape_of, strip_views_casts
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    is_op,
+    require,
+    same_shape,
+    shape_of,
+    strip_views_casts,
+    without_units,
+)
 
 __all__ = ["Activation", "Half", "match_activation"]
 
@@ -37,15 +44,15 @@ def _half(node: Node) -> Half:
     if node.op == "call_function" and op_name(node) == "getitem":
         parts, index = node.args
         if is_op(parts, "chunk", "split", "split_with_sizes", "tensor_split"):
-            source = strip_views_casts(parts.args[0])  # type: ignore[union-attr]
-            value = parts.meta["val"]  # type: ignore[union-attr]
-            dim = arg(parts, "dim") % parts.args[0].meta["val"].dim()  # type: ignore[union-attr,arg-type]
-            last = parts.args[0].meta["val"].dim() - 1  # type: ignore[union-attr]
-            require(dim == last, "gate and up are split along another dimension than the last", node)
+            value = parts.meta["val"]
+            last = parts.args[0].meta["val"].dim() - 1
+            require(
+                arg(parts, "dim") in (last, -1), "gate and up are split along another dimension than the last", node
+            )
             require(len(value) == 2, f"split into {len(value)} parts, not gate and up", node)
             sizes = [piece.shape[-1] for piece in value]
             require(sizes[0] == sizes[1], "gate and up have different widths", node)
-            return Half(source, int(index))  # type: ignore[arg-type]
+            return Half(_whole(parts.args[0], node), int(index))
     if is_op(node, "slice"):
         source = node.args[0]
         require(isinstance(source, Node), "slice of a constant", node)
@@ -62,35 +69,43 @@ def _half(node: Node) -> Half:
         start, end = arg(node, "start") or 0, arg(node, "end")
         full = end is None or (isinstance(end, int) and isinstance(width, int) and end >= width)
         if start == 0 and not full and isinstance(end, int) and 2 * end == width:
-            return Half(strip_views_casts(source), 0)
+            return Half(_whole(source, node), 0)
         if full and isinstance(start, int) and 2 * start == width:
-            return Half(strip_views_casts(source), 1)
+            return Half(_whole(source, node), 1)
         raise Miss("a slice that is not one half", node)
     return Half(node, None)
+
+
+def _whole(node: Node, half: Node) -> Node:
+    """The matmul whose result `node` is, with the same last dimension: else half of it is not gate or up."""
+    source = strip_views_casts(node)
+    wide, own = without_units(shape_of(source)), without_units(shape_of(node))
+    require(bool(wide) and bool(own) and wide[-1] == own[-1], "the halves are split off a reshaped matmul", half)
+    return source
 
 
 def _function(node: Node) -> tuple[str, Node] | None:
     """The activation function applied by `node` and its input, in any of its usual spellings."""
     node = strip_views_casts(node)
     if is_op(node, "silu"):
-        return "silu", node.args[0]  # type: ignore[return-value]
+        return "silu", node.args[0]
     if is_op(node, "gelu"):
-        return ("gelu_tanh" if arg(node, "approximate") == "tanh" else "gelu"), node.args[0]  # type: ignore[return-value]
+        return ("gelu_tanh" if arg(node, "approximate") == "tanh" else "gelu"), node.args[0]
     if is_op(node, "relu"):
-        return "relu", node.args[0]  # type: ignore[return-value]
+        return "relu", node.args[0]
     if is_op(node, "square") or (is_op(node, "pow") and node.args[1] == 2):
         inner = node.args[0]
         if isinstance(inner, Node) and is_op(strip_views_casts(inner), "relu"):
-            return "relu2", strip_views_casts(inner).args[0]  # type: ignore[return-value]
+            return "relu2", strip_views_casts(inner).args[0]
     if is_op(node, "mul"):
         left, right = (strip_views_casts(a) if isinstance(a, Node) else None for a in node.args[:2])
         for value, other in ((left, right), (right, left)):
             if value is None or other is None:
                 continue
-            if is_op(other, "sigmoid") and _same_value(value, strip_views_casts(other.args[0])):  # type: ignore[arg-type]
+            if is_op(other, "sigmoid") and _same_value(value, strip_views_casts(other.args[0])):
                 return "silu", value
             if value is other and is_op(value, "relu"):
-                return "relu2", value.args[0]  # type: ignore[return-value]
+                return "relu2", value.args[0]
     return None
 
 
@@ -128,9 +143,7 @@ def match_activation(node: Node) -> Activation:
         require((gate.part, up.part) == (0, 1), "up comes before gate", node, "store the weights as [gate; up]")
     else:
         require(gate.source is not up.source, "gate and up are the same matmul", node)
-    require(
-        sympy.expand(sum(shape_of(operands[0])) - sum(shape_of(operands[1]))) == 0, "gate and up are broadcast", node
-    )
+    require(same_shape(shape_of(operands[0]), shape_of(operands[1])), "gate and up are broadcast", node)
     return Activation(name, gate, up)
 
 

@@ -40,11 +40,11 @@ def match_weigh(node: Node, rows: Node, what: str = "the experts' rows") -> Node
     require(len(operands) == 2, "the rows are scaled by a constant", node)
     others = [operand for operand in operands if operand is not rows]
     require(len(others) == 1, "the rows are not multiplied by the routing weights", node)
-    weight, row = (0, 1) if strip_views_casts(node.args[0]) is others[0] else (1, 0)  # type: ignore[arg-type]
-    full, own = shape_of(node.args[weight]), shape_of(node.args[row])  # type: ignore[arg-type]
+    weight, row = (0, 1) if strip_views_casts(node.args[0]) is others[0] else (1, 0)
+    full, own = shape_of(node.args[weight]), shape_of(node.args[row])
     fits = len(full) == len(own) and full[-1] == 1 and same_shape(full[:-1], own[:-1])
     require(fits, "the routing weight is not one number a row", node)
-    return node.args[weight]  # type: ignore[return-value]
+    return node.args[weight]
 
 
 def match_weighted_sum(rows: Node, tokens: sympy.Expr, k: int) -> tuple[Node, Node, Node]:
@@ -82,7 +82,7 @@ def match_weighted_sum(rows: Node, tokens: sympy.Expr, k: int) -> tuple[Node, No
 
 def _untransposed(node: Node) -> Node:
     node = strip_views_casts(node)
-    return strip_views_casts(node.args[0]) if swaps_last_two(node) else node  # type: ignore[arg-type]
+    return strip_views_casts(node.args[0]) if swaps_last_two(node) else node
 
 
 def _squeezed(node: Node) -> Node:
@@ -100,8 +100,10 @@ def match_sum_over_k(node: Node, rows: Node, tokens: object, k: int) -> Node:
     require(is_op(node, "sum"), f"the pairs are consumed by {op_name(node)}, not summed over k", node)
     source = node.args[0]
     require(isinstance(source, Node) and strip_views_casts(source) is rows, "another value is summed", node)
-    shape = shape_of(source)  # type: ignore[arg-type]
-    require(len(shape) == 3 and shape[1] == k and same_size(shape[0], tokens), "the pairs are not viewed as [T, k, H]", node)  # type: ignore[arg-type]
+    shape = shape_of(source)
+    require(
+        len(shape) == 3 and shape[1] == k and same_size(shape[0], tokens), "the pairs are not viewed as [T, k, H]", node
+    )
     dims = arg(node, "dim")
     require([d % 3 for d in ([dims] if isinstance(dims, int) else dims or [])] == [1], "the sum is not over k", node)
     require(not arg(node, "keepdim"), "the sum keeps the k dimension", node)
@@ -111,29 +113,39 @@ def match_sum_over_k(node: Node, rows: Node, tokens: object, k: int) -> Node:
 def match_inverse(node: Node, perm: Node) -> None:
     """`node` must be the inverse of the permutation `perm`: argsort, or arange written at perm."""
     node = strip_views(node)
-    if is_op(node, "argsort") and strip_views(node.args[0]) is perm:  # type: ignore[arg-type]
+    if is_op(node, "argsort") and strip_views(node.args[0]) is perm:
+        require(not arg(node, "descending"), "the inverse is sorted in descending order", node)
         return
     if op_name(node) == "getitem" and node.args[1] == 1 and is_op(node.args[0], "sort"):
-        require(strip_views(node.args[0].args[0]) is perm, "another permutation is inverted", node)  # type: ignore[union-attr]
+        require(strip_views(node.args[0].args[0]) is perm, "another permutation is inverted", node)
+        require(not arg(node.args[0], "descending"), "the inverse is sorted in descending order", node)
         return
     if is_op(node, "index_put", "index_put_"):
         base, indices, values = node.args[:3]
-        require(isinstance(base, Node) and is_op(base, "empty_like", "zeros_like", "new_empty", "empty", "zeros"), "the inverse starts from other values", node)
-        require(len(indices) == 1 and indices[0] is perm, "another permutation is inverted", node)  # type: ignore[arg-type,index]
+        require(
+            isinstance(base, Node) and is_op(base, "empty_like", "zeros_like", "new_empty", "empty", "zeros"),
+            "the inverse starts from other values",
+            node,
+        )
+        require(len(indices) == 1 and indices[0] is perm, "another permutation is inverted", node)
         require(not arg(node, "accumulate"), "the inverse accumulates", node)
         require(isinstance(values, Node) and is_op(values, "arange"), "the inverse is not written with arange", node)
-        _is_counting(values)  # type: ignore[arg-type]
+        _is_counting(values)
         return
     if is_op(node, "scatter", "scatter_"):
         require(node.args[2] is perm, "another permutation is inverted", node)
-        require(isinstance(node.args[3], Node) and is_op(node.args[3], "arange"), "the inverse is not written with arange", node)
-        _is_counting(node.args[3])  # type: ignore[arg-type]
+        require(
+            isinstance(node.args[3], Node) and is_op(node.args[3], "arange"),
+            "the inverse is not written with arange",
+            node,
+        )
+        _is_counting(node.args[3])
         return
     raise Miss(f"{op_name(node)} is not the inverse of the sorting permutation", node)
 
 
 def _is_counting(node: Node) -> None:
     """arange must count 0, 1, 2, ...: neither another start nor another step."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in node.target._schema.arguments]
     require("start" not in names or arg(node, "start") == 0, "arange does not start at 0", node)
     require("step" not in names or arg(node, "step") == 1, "arange does not count by one", node)

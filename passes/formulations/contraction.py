@@ -62,13 +62,13 @@ def contraction(node: object) -> Contraction | None:
     if is_op(node, "linear"):
         if arg(node, "bias") is not None:
             return None
-        rank = len(shape_of(node.args[0]))  # type: ignore[arg-type]
+        rank = len(shape_of(node.args[0]))
         lead = ascii_letters[2 : rank + 1]
-        return Contraction(node, node.args[0], node.args[1], lead + "b", "ab", lead + "a")  # type: ignore[arg-type]
+        return Contraction(node, node.args[0], node.args[1], lead + "b", "ab", lead + "a")
     if is_op(node, "mm"):
-        return Contraction(node, node.args[0], node.args[1], "cb", "ba", "ca")  # type: ignore[arg-type]
+        return Contraction(node, node.args[0], node.args[1], "cb", "ba", "ca")
     if is_op(node, "bmm"):
-        return Contraction(node, node.args[0], node.args[1], "dcb", "dba", "dca")  # type: ignore[arg-type]
+        return Contraction(node, node.args[0], node.args[1], "dcb", "dba", "dca")
     if is_op(node, "matmul"):
         return _matmul(node)
     return None
@@ -84,12 +84,12 @@ def _einsum(node: Node) -> Contraction | None:
         out = "".join(sorted(letter for letter in set(left + right) if (left + right).count(letter) == 1))
     if any(len(set(letters)) != len(letters) for letters in (left, right, out)):
         return None
-    return Contraction(node, operands[0], operands[1], left, right, out)  # type: ignore[arg-type]
+    return Contraction(node, operands[0], operands[1], left, right, out)
 
 
 def _matmul(node: Node) -> Contraction | None:
     left, right = node.args[0], node.args[1]
-    a, b = shape_of(left), shape_of(right)  # type: ignore[arg-type]
+    a, b = shape_of(left), shape_of(right)
     if len(a) < 2 or len(b) < 2:
         return None
     count = max(len(a), len(b)) - 2
@@ -104,7 +104,7 @@ def _matmul(node: Node) -> Contraction | None:
             own.append(letter)
         return "".join(own) + matrix
 
-    return Contraction(node, left, right, letters(a, b, "cb"), letters(b, a, "ba"), batch + "ca")  # type: ignore[arg-type]
+    return Contraction(node, left, right, letters(a, b, "cb"), letters(b, a, "ba"), batch + "ca")
 
 
 def _sizes(found: Contraction) -> dict[str, sympy.Expr]:
@@ -117,7 +117,7 @@ def _sizes(found: Contraction) -> dict[str, sympy.Expr]:
 
 
 def match_product(node: Node, is_weight: Callable[[Node], bool], what: str) -> Product:
-    """Read `node` as rows times expert weights; `is_weight` tells which operand the weights are. Miss when it is not."""
+    """Read `node` as rows times expert weights; `is_weight` tells the operand that they are. Miss when it is not."""
     require(
         not is_op(node, *_WITH_BIAS) and not (is_op(node, "linear") and arg(node, "bias") is not None),
         f"the {what} projection has a bias",
@@ -125,7 +125,8 @@ def match_product(node: Node, is_weight: Callable[[Node], bool], what: str) -> P
         "experts with biases are not supported yet",
     )
     found = contraction(node)
-    require(found is not None, f"{op_name(node)} is not the {what} projection of an expert", node)
+    added = " (a bias?)" if is_op(node, "add", "add_") else ""
+    require(found is not None, f"{op_name(node)} is not the {what} projection of an expert{added}", node)
     assert found is not None
     right = is_weight(found.right)
     require(right or is_weight(found.left), f"no operand of the {what} projection is an expert weight", node)
@@ -139,11 +140,7 @@ def match_product(node: Node, is_weight: Callable[[Node], bool], what: str) -> P
     made = matrix.replace(contracted[0], "")
     require(made in found.out_letters, f"the {what} projection sums over the dimension that it should make", node)
     sizes = _sizes(found)
-    units = {
-        letter
-        for letter in rows_letters + found.out_letters
-        if letter not in letters and sizes.get(letter) == 1
-    }
+    units = {letter for letter in rows_letters + found.out_letters if letter not in letters and sizes.get(letter) == 1}
     return Product(
         node=node,
         rows=rows,

@@ -72,13 +72,13 @@ def _replicated(node: Node, experts: int) -> Node | None:
     source = node.args[0] if node.args else None
     if is_op(node, "stack", "cat", "concat") and isinstance(source, (list, tuple)):
         same = len(source) == experts and all(item is source[0] for item in source) and arg(node, "dim") == 0
-        return source[0] if same else None  # type: ignore[return-value]
+        return source[0] if same else None
     if not isinstance(source, Node):
         return None
     before, after = shape_of(source), shape_of(node)
     if is_op(node, "repeat", "tile"):
-        times = node.args[1]
-        whole = list(times)[0] == experts and all(t == 1 for t in list(times)[1:])  # type: ignore[arg-type]
+        first, *rest = node.args[1]  # type: ignore[misc]
+        whole = first == experts and all(times == 1 for times in rest)
         return source if whole and (len(before) == 2 or before[0] == 1) else None
     if is_op(node, "expand", "broadcast_to", "expand_as") and len(after) == 3 and after[0] == experts:
         inner = before[1:] if len(before) == 3 and before[0] == 1 else before
@@ -96,14 +96,14 @@ def _rows(node: Node, experts: int) -> tuple[Node, Node | None] | None:
         return None
     full = shape_of(node)
     for tokens, column in (node.args[:2], node.args[1::-1]):
-        if not same_shape(shape_of(column), (*full[:-1], sympy.Integer(1))):  # type: ignore[arg-type]
+        if not same_shape(shape_of(column), (*full[:-1], sympy.Integer(1))):
             continue
-        source = _replicated(tokens, experts)  # type: ignore[arg-type]
-        own = shape_of(tokens)  # type: ignore[arg-type]
+        source = _replicated(tokens, experts)
+        own = shape_of(tokens)
         if source is None and len(full) == 3 and full[0] == experts and same_shape(own[-2:], full[1:]):
             source = tokens if len(own) == 2 or own[0] == 1 else None  # type: ignore[assignment]
         if source is not None:
-            return source, column  # type: ignore[return-value]
+            return source, column
     return None
 
 
@@ -228,8 +228,8 @@ def sum_experts(b: Bindings) -> None:
         summed, summand = combine.next_step(step, "the weighted rows"), step
     require(is_op(summed, "sum"), f"the experts' rows are consumed by {op_name(summed)}, not summed over E", summed)
     source = summed.args[0]
-    require(strip_views_casts(source) is summand, "another value is summed", summed)  # type: ignore[arg-type]
-    shape = shape_of(source)  # type: ignore[arg-type]
+    require(strip_views_casts(source) is summand, "another value is summed", summed)
+    shape = shape_of(source)
     seen = (shape[0], elements_of(shape[1:-1]), shape[-1])
     require(len(shape) >= 3 and same_shape(seen, total), "the experts' rows are not summed as [E, T, H]", summed)
     dims = arg(summed, "dim")
@@ -242,12 +242,12 @@ def _by_expert(column: Node) -> Node:
     """The [T, E] scores behind their transpose as a column, [E, T, 1] or [E * T, 1]."""
     node = strip_views_casts(column)
     if swaps_last_two(node) and len(shape_of(node)) == 2:
-        return node.args[0]  # type: ignore[return-value]
+        return node.args[0]
     rank = len(shape_of(node))
     if rank == 3 and shape_of(node)[-1] == 1 and is_op(node, "transpose", "swapaxes", "permute"):
-        dims = {d % 3 for d in node.args[1:3]} if not is_op(node, "permute") else None  # type: ignore[operator]
-        if dims == {0, 1} or (dims is None and [d % 3 for d in node.args[1]] == [1, 0, 2]):  # type: ignore[operator,union-attr]
-            return strip_views_casts(node.args[0])  # type: ignore[arg-type]
+        dims = {d % 3 for d in node.args[1:3]} if not is_op(node, "permute") else None
+        if dims == {0, 1} or (dims is None and [d % 3 for d in node.args[1]] == [1, 0, 2]):
+            return strip_views_casts(node.args[0])
     raise Miss("the weights on the experts' rows are not the transpose of [T, E] scores", column)
 
 
@@ -296,14 +296,14 @@ def _scattered(node: Node) -> tuple[Node, Node]:
     ids, values = node.args[2], node.args[3] if len(node.args) > 3 else node.kwargs.get("src")
     require(isinstance(ids, Node) and isinstance(values, Node), "a constant is scattered", node)
     require(node.args[1] in (1, -1) and len(shape_of(node)) == 2, "the scatter is not along the experts", node)
-    return ids, values  # type: ignore[return-value]
+    return ids, values
 
 
 def _choose_by_score(b: Bindings, scored: Node) -> None:
     name = "sigmoid" if is_op(scored, "sigmoid") else "softmax"
     if name == "softmax":
         require(arg(scored, "dim") % 2 == 1, "the softmax is not over the experts", scored)
-    source = strip_casts(scored.args[0])  # type: ignore[arg-type]
+    source = strip_casts(scored.args[0])
     require(
         is_op(source, "scatter", "scatter_"),
         f"the {name} is of {op_name(source)}: experts that no top-k chose get a weight other than 0",
@@ -312,7 +312,7 @@ def _choose_by_score(b: Bindings, scored: Node) -> None:
     )
     ids, values = _scattered(source)
     fill = source.args[0]
-    filled = is_op(fill, "full", "full_like", "new_full") and arg(fill, "fill_value") == float("-inf")  # type: ignore[arg-type]
+    filled = is_op(fill, "full", "full_like", "new_full") and arg(fill, "fill_value") == float("-inf")
     require(filled, f"the logits are not scattered into -inf: the {name} of another fill is not 0", source)
     topk = item_of(strip_ids(ids), 1, "topk")
     require(topk is not None, "the scattered positions do not come from a top-k", source)
@@ -324,7 +324,7 @@ def _choose_by_score(b: Bindings, scored: Node) -> None:
     )
     require(arg(topk, "largest") and arg(topk, "sorted"), "top-k takes the smallest, or is unsorted", topk)
     logits = topk.args[0]
-    require(arg(topk, "dim") in (1, -1) and len(shape_of(logits)) == 2, "top-k is not over the experts", topk)  # type: ignore[arg-type]
+    require(arg(topk, "dim") in (1, -1) and len(shape_of(logits)) == 2, "top-k is not over the experts", topk)
     require(isinstance(arg(topk, "k"), int), "k is not a constant", topk)
     spec = RouterSpec(
         k=arg(topk, "k"),
@@ -341,12 +341,11 @@ def _choose_by_score(b: Bindings, scored: Node) -> None:
 
 def finish(b: Bindings) -> Match:
     check_sizes(b.x, b.ids, b.weights)
-    orientation = {read.product.transposed for read in b.first.values()}
-    require(len(orientation) == 1, "gate and up are stored in different orientations", b.anchor)
-    transposed = {"gate", "up"} if orientation.pop() else set()
-    if b.down.transposed:
-        transposed.add("down")
     gate, up = split_by_activation(b.activation, lambda source: b.first[source].product.weight)
+    products = {"gate": b.first[b.activation.gate.source].product, "down": b.down}
+    if up:
+        products["up"] = b.first[b.activation.up.source].product
+    transposed = {role for role, product in products.items() if product.transposed}
     spec = experts_spec(b.activation, b.anchor, b.output, b.weight_at)
     if b.weight_at == "input":
         check_weighted_input(next(iter(b.first.values())).tokens, spec.compute_dtype, int(shape_of(b.ids)[-1]))

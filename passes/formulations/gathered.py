@@ -32,7 +32,6 @@ from moe_compiler.passes.formulations.walk import (
     same_shape,
     shape_of,
     strip_ids,
-    strip_views_casts,
     swaps_last_two,
 )
 
@@ -55,10 +54,10 @@ def _index_of(node: Node) -> Node | None:
         index = node.args[2] if arg(node, "dim") == 0 else None
     elif is_op(node, "index"):
         indices = node.args[1]
-        index = indices[0] if len(indices) == 1 else None  # type: ignore[arg-type,index]
+        index = indices[0] if len(indices) == 1 else None
     else:
         return None
-    if not isinstance(index, Node) or len(shape_of(node.args[0])) != 3:  # type: ignore[arg-type]
+    if not isinstance(index, Node) or len(shape_of(node.args[0])) != 3:
         return None
     value = index.meta["val"]
     return index if not value.dtype.is_floating_point and value.dtype.itemsize >= 4 else None
@@ -74,14 +73,14 @@ def _gather(node: Node) -> Gather | None:
             break
         node = node.args[0]  # type: ignore[assignment]
     index = _index_of(node)
-    return Gather(node, node.args[0], index, swapped) if index is not None else None  # type: ignore[arg-type]
+    return Gather(node, node.args[0], index, swapped) if index is not None else None
 
 
 def _keeps_matrices(node: Node) -> bool:
     """A view that only splits or joins the pair dimensions of gathered weights."""
     if not is_op(node, "view", "reshape", "unflatten", "flatten", "contiguous", "clone"):
         return False
-    before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
+    before, after = shape_of(node.args[0]), shape_of(node)
     return len(before) > 2 and len(after) > 2 and same_shape(before[-2:], after[-2:])
 
 
@@ -161,30 +160,27 @@ def down(b: Bindings) -> None:
 def activate(b: Bindings) -> None:
     """Its rows are act(gate) * up, or act(gate), of products with weights gathered by the same ids."""
     activation = match_activation(b.down.rows)
-    first = [_product(b, half.source, "gate and up") for half in (activation.gate, activation.up) if half is not None]
-    require(
-        all(product.rows is first[0][0].rows or strip_views_casts(product.rows) is strip_views_casts(first[0][0].rows)
-            for product, _ in first),
-        "gate and up read different rows",
-        b.anchor,
-    )  # fmt: skip
-    b.bind(activation=activation, first=dict(zip([half.source for half in (activation.gate, activation.up) if half], first, strict=True)))
+    halves = [half.source for half in (activation.gate, activation.up) if half is not None]
+    b.bind(activation=activation, first={source: _product(b, source, "gate and up") for source in halves})
 
 
 def dispatch(b: Bindings) -> None:
-    """The first product's rows are the tokens, one for all of a token's pairs or repeated for each."""
-    product, _ = next(iter(b.first.values()))
+    """The first products' rows are the tokens, one for all of a token's pairs or repeated for each."""
+    tokens = [_tokens(b, product) for product, _ in b.first.values()]
+    require(all(x is tokens[0] for x in tokens), "gate and up read different tokens", b.anchor)
+    b.bind(x=tokens[0])
+
+
+def _tokens(b: Bindings, product: Product) -> Node:
     lead = product.lead
     if product.rows_letters == lead[0] + product.contracted and len(lead) == 2:
-        rows = token_rows(product.rows, b.tokens, product.node)
-    else:
-        require(
-            product.rows_letters == lead + product.contracted,
-            "the gate and up projections do not read one row a token or a pair",
-            product.node,
-        )
-        rows = match_pair_rows(product.rows, b.tokens, b.k)
-    b.bind(x=rows)
+        return token_rows(product.rows, b.tokens, product.node)
+    require(
+        product.rows_letters == lead + product.contracted,
+        "the gate and up projections do not read one row a token or a pair",
+        product.node,
+    )
+    return match_pair_rows(product.rows, b.tokens, b.k)
 
 
 def combine_pairs(b: Bindings) -> None:
@@ -197,11 +193,11 @@ def finish(b: Bindings, formulation: str) -> Match:
     """The Match of a block with gathered weights."""
     check_sizes(b.x, b.ids, b.weights)
     gate, up = split_by_activation(b.activation, lambda source: b.first[source][1].packed)
-    swapped = {product.transposed != gather.swapped for product, gather in b.first.values()}
-    require(len(swapped) == 1, "gate and up are stored in different orientations", b.anchor)
-    transposed = {"gate", "up"} if swapped.pop() else set()
-    if b.down.transposed != b.down_gather.swapped:
-        transposed.add("down")
+    read = {**b.first, b.anchor: (b.down, b.down_gather)}
+    sources = {"gate": b.activation.gate.source, "down": b.anchor}
+    if up:
+        sources["up"] = b.activation.up.source
+    transposed = {role for role, node in sources.items() if read[node][0].transposed != read[node][1].swapped}
     return Match(
         formulation=formulation,
         spec=experts_spec(b.activation, b.anchor, b.output),

@@ -31,6 +31,7 @@ from moe_compiler.passes.formulations.walk import (
     arg,
     elements_of,
     is_op,
+    item_of,
     require,
     same_size,
     shape_of,
@@ -44,8 +45,6 @@ from moe_compiler.passes.formulations.walk import (
 
 __all__ = ["GROUPED_MM"]
 
-_MASKS = ("masked_fill", "masked_fill_", "where")
-
 
 def _is_grouped(node: object) -> bool:
     if not isinstance(node, Node) or node.op != "call_function":
@@ -57,7 +56,7 @@ def _is_grouped(node: object) -> bool:
 
 
 def _offsets_of(node: Node) -> Node | None:
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")  # type: ignore[return-value]
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
 
 
 def _is_sentinel_mask(node: Node) -> bool:
@@ -66,6 +65,22 @@ def _is_sentinel_mask(node: Node) -> bool:
         return False
     mask = node.args[1]
     return isinstance(mask, Node) and is_op(strip_views(mask), "ge")
+
+
+def _check_masks(b: Bindings) -> None:
+    """Rows that are set to zero on the way must be those of ids >= E: our operator computes nothing for them either."""
+    pending, seen = [b.output], {b.x, b.ids, b.weights}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if _is_sentinel_mask(node):
+            compared = strip_views(node.args[1])
+            ids = strip_ids(compared.args[0])
+            known = item_of(ids, 0, "sort") is b.sort or ids is strip_ids(b.ids)
+            require(known and compared.args[1] == b.experts, "rows are set to zero by another mask than ids >= E", node)
+        pending.extend(node.all_input_nodes)
 
 
 def _rows(node: Node) -> Node:
@@ -93,19 +108,23 @@ def _ancestors(node: Node, limit: int) -> set[Node]:
 
 
 def gather(b: Bindings) -> None:
-    rows = _rows(b.anchor.args[0])  # type: ignore[arg-type]
-    require(is_op(rows, "index", "index_select"), f"the rows come from {op_name(rows)}, not from a gather of tokens", rows)
+    rows = _rows(b.anchor.args[0])
+    require(
+        is_op(rows, "index", "index_select"), f"the rows come from {op_name(rows)}, not from a gather of tokens", rows
+    )
     if is_op(rows, "index"):
         indices = rows.args[1]
-        require(len(indices) == 1, "the tokens are gathered by several indices", rows)  # type: ignore[arg-type]
-        token = indices[0]  # type: ignore[index]
+        require(len(indices) == 1, "the tokens are gathered by several indices", rows)
+        token = indices[0]
     else:
         require(arg(rows, "dim") == 0, "the gather is not along the tokens", rows)
         token = rows.args[2]
     token = strip_views(token)
-    divided = is_op(token, "floor_divide") or (is_op(token, "div") and arg(token, "rounding_mode") in ("floor", "trunc"))
-    require(divided and isinstance(token.args[1], int), "the token index is not perm // k", token)  # type: ignore[union-attr]
-    b.bind(x=rows.args[0], perm=strip_views(token.args[0]), k=token.args[1], token=token, rows=rows)  # type: ignore[union-attr]
+    divided = is_op(token, "floor_divide") or (
+        is_op(token, "div") and arg(token, "rounding_mode") in ("floor", "trunc")
+    )
+    require(divided and isinstance(token.args[1], int), "the token index is not perm // k", token)
+    b.bind(x=rows.args[0], perm=strip_views(token.args[0]), k=token.args[1], token=token, rows=rows)
 
 
 def order(b: Bindings) -> None:
@@ -124,7 +143,7 @@ def order(b: Bindings) -> None:
 def offsets(b: Bindings) -> None:
     offs = _offsets_of(b.anchor)
     require(offs is not None, "the grouped matmul has no offsets", b.anchor)
-    total = strip_views(offs)  # type: ignore[arg-type]
+    total = strip_views(offs)
     total = total.args[0] if is_op(total, "to", "_to_copy") else total  # type: ignore[assignment]
     require(is_op(total, "cumsum"), f"the offsets come from {op_name(total)}, not from a cumsum of counts", total)
     counts = total.args[0]
@@ -146,11 +165,11 @@ def offsets(b: Bindings) -> None:
 
 def _weight(b: Bindings, matmul: Node, what: str) -> Node:
     weight = matmul.args[1]
-    shape = shape_of(weight)  # type: ignore[arg-type]
+    shape = shape_of(weight)
     require(len(shape) == 3, f"the {what} weights are not packed", matmul)
     require(shape[0] == b.experts, f"{b.experts} counts but {shape[0]} {what} weights", matmul)
     require(len(matmul.args) < 4 or matmul.args[3] is None, "the grouped matmul has a bias", matmul)
-    return weight  # type: ignore[return-value]
+    return weight
 
 
 def down(b: Bindings) -> None:
@@ -175,16 +194,20 @@ def down(b: Bindings) -> None:
 
 def _weights_at_pairs(b: Bindings, node: Node) -> Node:
     """The [T, k] weights behind w[perm] (rows sorted) or behind a plain flattening (rows in pair order)."""
-    require(is_op(node, "index", "index_select", "gather"), f"the routing weights come from {op_name(node)}, not from w[perm]", node)
-    index = node.args[1][0] if is_op(node, "index") else node.args[2]  # type: ignore[index]
+    require(
+        is_op(node, "index", "index_select", "gather"),
+        f"the routing weights come from {op_name(node)}, not from w[perm]",
+        node,
+    )
+    index = node.args[1][0] if is_op(node, "index") else node.args[2]
     require(strip_views(index) is b.perm, "the routing weights are gathered by another index than perm", node)
-    return match_weights(node.args[0], b.ids, node)  # type: ignore[arg-type]
+    return match_weights(node.args[0], b.ids, node)
 
 
 def weigh(b: Bindings) -> None:
     step = _next(b.second)
     if is_op(step, "index"):
-        combine.match_inverse(step.args[1][0], b.perm)  # type: ignore[index]
+        combine.match_inverse(step.args[1][0], b.perm)
         rows = step
         step = _next(step)
         weight = combine.match_weigh(step, rows)
@@ -214,21 +237,34 @@ def home(b: Bindings) -> None:
     step = _next(b.weighted)
     tokens = elements_of(shape_of(b.ids)[:-1])
     if not b.home and is_op(step, "index_add", "index_add_", "scatter_add", "scatter_add_"):
-        require(is_op(step.args[0], "zeros", "zeros_like", "new_zeros"), "the combine adds to something else than zeros", step)
-        require(step.args[1] == 0 and strip_views(step.args[2]) is b.token, "rows are added at another index than perm // k", step)  # type: ignore[arg-type]
+        require(
+            is_op(step.args[0], "zeros", "zeros_like", "new_zeros"),
+            "the combine adds to something else than zeros",
+            step,
+        )
+        require(
+            step.args[1] == 0 and strip_views(step.args[2]) is b.token,
+            "rows are added at another index than perm // k",
+            step,
+        )
         require(same_size(shape_of(step)[0], tokens), "the combine has another number of rows", step)
         b.bind(output=trailing_cast(step))
         return
     rows = b.weighted
     if not b.home:
-        require(is_op(step, "index", "index_select"), f"the weighted rows are consumed by {op_name(step)}, not brought back to pair order", step)
-        index = step.args[1][0] if is_op(step, "index") else step.args[2]  # type: ignore[index]
+        require(
+            is_op(step, "index", "index_select"),
+            f"the weighted rows are consumed by {op_name(step)}, not brought back to pair order",
+            step,
+        )
+        index = step.args[1][0] if is_op(step, "index") else step.args[2]
         combine.match_inverse(index, b.perm)
         rows, step = step, _next(step)
     b.bind(output=trailing_cast(combine.match_sum_over_k(step, rows, tokens, b.k)))
 
 
 def finish(b: Bindings) -> Match:
+    _check_masks(b)
     check_sizes(b.x, b.ids, b.weights)
     gate, up = split_by_activation(b.activation, lambda matmul: _weight(b, matmul, "gate and up"))
     return Match(
@@ -263,7 +299,12 @@ class GroupedExperts(torch.nn.Module):
         weights = (weights / weights.sum(-1, keepdim=True)).to(x_TH.dtype)
         sorted_ids, perm = torch.sort(ids.reshape(-1))
         rows = x_TH[perm // self.top_k]
-        counts = torch.histc(sorted_ids.float() if x_TH.device.type == "cpu" else sorted_ids.int(), bins=self.experts, min=0, max=self.experts - 1)
+        counts = torch.histc(
+            sorted_ids.float() if x_TH.device.type == "cpu" else sorted_ids.int(),
+            bins=self.experts,
+            min=0,
+            max=self.experts - 1,
+        )
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
         gate, up = _grouped(rows, self.gate_up.transpose(-2, -1), offsets).chunk(2, dim=-1)
         rows = _grouped(torch.nn.functional.silu(gate) * up, self.down.transpose(-2, -1), offsets)
@@ -277,7 +318,9 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) ->
     return torch._grouped_mm(rows, weight, offs=offsets)
 
 
-def example(dtype: torch.dtype = torch.bfloat16, experts: int = 8, top_k: int = 2, hidden: int = 32, intermediate: int = 16) -> Example:
+def example(
+    dtype: torch.dtype = torch.bfloat16, experts: int = 8, top_k: int = 2, hidden: int = 32, intermediate: int = 16
+) -> Example:
     module = GroupedExperts(experts, top_k, hidden, intermediate, dtype)
     return Example(module, lambda tokens: (torch.randn(tokens, hidden, dtype=dtype),))
 

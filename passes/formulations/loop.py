@@ -36,6 +36,7 @@ from moe_compiler.passes.formulations.walk import (
     same_shape,
     shape_of,
     strip_casts,
+    strip_ids,
     strip_views,
     strip_views_casts,
     swaps_last_two,
@@ -66,11 +67,11 @@ class Pick:
 def reordered(node: Node, letters: str) -> str | None:
     """The order of the dimensions after a transpose of a tensor whose dimensions are `letters`; None if it is none."""
     if is_op(node, "permute"):
-        return "".join(letters[d] for d in node.args[1])  # type: ignore[union-attr,index]
+        return "".join(letters[d] for d in node.args[1])
     if is_op(node, "transpose", "swapaxes", "swapdims"):
         order = list(letters)
         a, b = node.args[1:3]
-        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        order[a], order[b] = order[b], order[a]
         return "".join(order)
     if is_op(node, "movedim"):
         source, target = arg(node, "source"), arg(node, "destination")
@@ -120,7 +121,7 @@ def _columns(nonzero: Node) -> list[Node | None]:
     columns: list[Node | None] = [None, None]
     for user in nonzero.users:
         if is_op(user, "select") and user.args[1] in (1, -1):
-            columns[user.args[2]] = user  # type: ignore[index,call-overload]
+            columns[user.args[2]] = user  # type: ignore[call-overload]
     return columns
 
 
@@ -139,9 +140,10 @@ def complete(picks: Iterable[Pick], experts: int, anchor: Node) -> list[Pick]:
         require(pick.expert not in ordered, f"expert {pick.expert} picks its tokens twice", pick.mask)
         ordered[pick.expert] = pick
     missing = [e for e in range(experts) if e not in ordered]
+    names = f"expert{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
     require(
         not missing,
-        f"expert{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))} of {experts} never picks its tokens",
+        f"{names} of {experts} never picks its tokens",
         anchor,
         "all experts of a block must run in one graph",
     )
@@ -158,18 +160,20 @@ def accumulate(b: Bindings) -> None:
     by_node: dict[Node, Pick] = {}
     for pick in b.picks:
         adds = [user for user in pick.token.users if is_op(user, *_ADDS)]
-        require(len(adds) == 1, f"expert {pick.expert} adds its rows to a result {len(adds)} times, not once", pick.token)
+        require(
+            len(adds) == 1, f"expert {pick.expert} adds its rows to a result {len(adds)} times, not once", pick.token
+        )
         pick.adds = adds[0]
-        _check_place(pick)
+        _check_place(b, pick)
         by_node[adds[0]] = pick
-    read = {strip_views(node.args[0]) for node in by_node}  # type: ignore[arg-type]
+    read = {strip_views(node.args[0]) for node in by_node}
     last = [node for node in by_node if node not in read]
     require(len(last) == 1, f"the experts' additions form {len(last)} chains instead of one", b.anchor)
     node, length = last[0], 0
     while node in by_node:
         base = node.args[0]
         require(isinstance(base, Node) and dtype_of(base) == dtype_of(node), "the result changes its dtype", node)
-        node, length = strip_views(base), length + 1  # type: ignore[arg-type]
+        node, length = strip_views(base), length + 1
     require(length == len(by_node), "the experts' additions form more than one chain", b.anchor)
     require(is_zeros(node), f"the experts' rows are added to {op_name(node)}, not to zeros", node)
     shape = shape_of(last[0])
@@ -178,7 +182,7 @@ def accumulate(b: Bindings) -> None:
     b.bind(output=trailing_cast(last[0]))
 
 
-def _check_place(pick: Pick) -> None:
+def _check_place(b: Bindings, pick: Pick) -> None:
     """The addition is at the picked tokens, along the first dimension, and unscaled."""
     node = pick.adds
     assert node is not None
@@ -187,25 +191,38 @@ def _check_place(pick: Pick) -> None:
         pick.rows = node.args[3]  # type: ignore[assignment]
     else:
         indices = node.args[1]
-        place = len(indices) == 1 and indices[0] is pick.token  # type: ignore[arg-type,index]
+        place = len(indices) == 1 and indices[0] is pick.token
         pick.rows = node.args[2]  # type: ignore[assignment]
         if place and not arg(node, "accumulate"):
+            _check_once(b, node)
             pick.rows = _increment(pick)
     require(place, f"expert {pick.expert} adds its rows at another place than its tokens", node)
+
+
+def _check_once(b: Bindings, node: Node) -> None:
+    """Rows written without accumulation keep one of two that a token adds: no token may choose an expert twice."""
+    topk = item_of(strip_ids(b.ids), 1, "topk")
+    distinct = topk is not None and arg(topk, "dim") in (-1, len(shape_of(topk.args[0])) - 1)
+    require(
+        distinct or shape_of(b.ids)[-1] == 1,
+        "rows are written without accumulation, and nothing shows that a token chooses an expert only once",
+        node,
+        "take the ids from a top-k, or add the rows with index_add",
+    )
 
 
 def _increment(pick: Pick) -> Node:
     """v in y[t] = y[t] + v: right without accumulation, since a token picks an expert at most once."""
     node = pick.adds
     assert node is not None
-    value = strip_casts(node.args[2])  # type: ignore[arg-type]
+    value = strip_casts(node.args[2])
     require(is_op(value, "add", "add_"), f"expert {pick.expert} replaces rows instead of adding to them", node)
     require(arg(value, "alpha") == 1, f"expert {pick.expert} scales its rows", value)
     for old, new in (value.args[:2], value.args[1::-1]):
         read = strip_casts(old) if isinstance(old, Node) else None
-        if is_op(read, "index") and read.args[0] is node.args[0]:  # type: ignore[union-attr]
-            indices = read.args[1]  # type: ignore[union-attr]
-            if len(indices) == 1 and indices[0] is pick.token and isinstance(new, Node):  # type: ignore[arg-type,index]
+        if is_op(read, "index") and read.args[0] is node.args[0]:
+            indices = read.args[1]
+            if len(indices) == 1 and indices[0] is pick.token and isinstance(new, Node):
                 return new
     raise Miss(f"expert {pick.expert} adds to other rows than it writes", value)
 
@@ -241,7 +258,7 @@ def _weighted(b: Bindings, pick: Pick, product: Node) -> tuple[Node, Node]:
         index = strip_views_casts(weight)
         if not is_op(index, "index"):
             continue
-        indices = [item for item in index.args[1] if item is not None]  # type: ignore[union-attr]
+        indices = [item for item in index.args[1] if item is not None]
         if len(indices) != 2:
             continue
         require(
@@ -251,7 +268,7 @@ def _weighted(b: Bindings, pick: Pick, product: Node) -> tuple[Node, Node]:
         )
         full = shape_of(weight)
         require(len(full) == 2 and full[1] == 1, "the routing weight is not one number a row", product)
-        return match_weights(index.args[0], b.ids, index), rows  # type: ignore[arg-type]
+        return match_weights(index.args[0], b.ids, index), rows
     raise Miss(f"the rows of expert {pick.expert} are not multiplied by its routing weights", product)
 
 
@@ -298,14 +315,14 @@ def _linear(node: Node, what: str) -> Product:
 
 
 def _is_matrix(node: Node, operand: Node) -> bool:
-    return len(shape_of(operand)) == 2 and operand is (node.args[1][1] if is_op(node, "einsum") else node.args[1])  # type: ignore[index]
+    return len(shape_of(operand)) == 2 and operand is (node.args[1][1] if is_op(node, "einsum") else node.args[1])
 
 
 def _stored(product: Product) -> tuple[Node, bool]:
     """(matrix, is it [in, out]) of an expert's product, behind casts and a transpose."""
     node = strip_casts(product.weight)
     if swaps_last_two(node):
-        return strip_casts(node.args[0]), not product.transposed  # type: ignore[arg-type]
+        return strip_casts(node.args[0]), not product.transposed
     return node, product.transposed
 
 
@@ -328,29 +345,29 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
             rows,
         )
         # x[None, t] gathers along the second dimension of a [1, T, H] view.
-        indices = list(rows.args[1])  # type: ignore[arg-type]
-        lead = shape_of(rows.args[0])[: len(indices) - 1]  # type: ignore[arg-type]
+        indices = list(rows.args[1])
+        lead = shape_of(rows.args[0])[: len(indices) - 1]
         skipped = all(item is None for item in indices[:-1]) and all(size == 1 for size in lead)
         picked = skipped and indices[-1] is pick.token
     require(picked, f"expert {pick.expert} reads other tokens than it picked", rows)
-    return token_rows(rows.args[0], tokens, rows), weight  # type: ignore[arg-type]
+    return token_rows(rows.args[0], tokens, rows), weight
 
 
 def _slice_of(node: Node) -> tuple[Node, int] | None:
     """(packed, e) when `node` is packed[e]."""
     if is_op(node, "select") and node.args[1] == 0:
-        return node.args[0], node.args[2]  # type: ignore[return-value]
-    if op_name(node) == "getitem" and item_of(node, node.args[1], "unbind") is not None:  # type: ignore[arg-type]
+        return node.args[0], node.args[2]
+    if op_name(node) == "getitem" and item_of(node, node.args[1], "unbind") is not None:
         unbind = node.args[0]
-        return (unbind.args[0], node.args[1]) if arg(unbind, "dim") == 0 else None  # type: ignore[return-value,union-attr,arg-type]
+        return (unbind.args[0], node.args[1]) if arg(unbind, "dim") == 0 else None
     return None
 
 
 def _collect(matrices: list[Node]) -> tuple[Node, ...]:
     """One packed tensor when the matrices are all its slices in order, else one node an expert."""
     slices = [_slice_of(matrix) for matrix in matrices]
-    if all(found is not None and found == (slices[0][0], e) for e, found in enumerate(slices)):  # type: ignore[index]
-        packed = slices[0][0]  # type: ignore[index]
+    if all(found is not None and found == (slices[0][0], e) for e, found in enumerate(slices)):
+        packed = slices[0][0]
         if shape_of(packed)[0] == sympy.Integer(len(matrices)):
             return (packed,)
     return tuple(matrices)
@@ -364,10 +381,8 @@ def finish(b: Bindings, formulation: str) -> Match:
     packed = b.activation.gate.part is not None
     gate = _collect([matrix for matrix, _ in first[0]])
     up = () if packed or b.activation.up is None else _collect([matrix for matrix, _ in first[1]])
-    transposed = {"gate", "up"} if first[0][0][1] else set()
-    require(len({column[0][1] for column in first}) == 1, "gate and up are stored in different orientations", b.anchor)
-    if down[0][1]:
-        transposed.add("down")
+    columns = {"gate": first[0], "down": down} | ({"up": first[1]} if up else {})
+    transposed = {role for role, column in columns.items() if column[0][1]}
     downs = _collect([matrix for matrix, _ in down])
     # A list of tensors is one kind: all packed, or all one an expert.
     if len({len(found) for found in (gate, up, downs) if found}) > 1:

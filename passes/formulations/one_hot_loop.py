@@ -30,8 +30,8 @@ def masks(b: Bindings) -> None:
     experts = b.anchor.args[1] if len(b.anchor.args) > 1 else b.anchor.kwargs.get("num_classes", -1)
     require(isinstance(experts, int) and experts > 0, "the number of classes comes from the data", b.anchor)
     source = b.anchor.args[0]
-    require(len(shape_of(source)) == 2, "the one-hot encoding is not of [T, K] ids", b.anchor)  # type: ignore[arg-type]
-    ids = match_choice(source)  # type: ignore[arg-type]
+    require(len(shape_of(source)) == 2, "the one-hot encoding is not of [T, K] ids", b.anchor)
+    ids = match_choice(source)
     picks = _picks(b.anchor, "tke")
     require(bool(picks), "no expert picks its tokens from this one-hot encoding", b.anchor)
     b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
@@ -47,11 +47,11 @@ def _picks(node: Node, letters: str) -> list[loop.Pick]:
             found += _picks(user, order)
         elif is_op(user, "to", "_to_copy"):
             found += _picks(user, letters)
-        elif is_op(user, "select") and letters[user.args[1]] == "e":  # type: ignore[index]
-            found += loop.picks_of_mask(user.args[2], user, letters.replace("e", ""))  # type: ignore[arg-type]
-        elif is_op(user, "unbind") and letters[user.args[1] if len(user.args) > 1 else 0] == "e":  # type: ignore[index]
+        elif is_op(user, "select") and letters[user.args[1]] == "e":
+            found += loop.picks_of_mask(user.args[2], user, letters.replace("e", ""))
+        elif is_op(user, "unbind") and letters[user.args[1] if len(user.args) > 1 else 0] == "e":
             for item in user.users:
-                found += loop.picks_of_mask(item.args[1], item, letters.replace("e", ""))  # type: ignore[arg-type]
+                found += loop.picks_of_mask(item.args[1], item, letters.replace("e", ""))
     return found
 
 

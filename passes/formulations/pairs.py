@@ -62,7 +62,7 @@ def match_ids(index: Node, experts: int) -> Node:
     node = strip_ids(index)
     if is_op(node, "clamp", "clip", "clamp_max", "clamp_min"):
         limits = [arg(node, name) for name in ("min", "max") if _has(node, name)]
-        clamp, node = node, strip_ids(node.args[0])  # type: ignore[arg-type]
+        clamp, node = node, strip_ids(node.args[0])
         require(
             all(limit in (None, 0, experts - 1) for limit in limits),
             f"the ids are clamped to {limits}, not to the range of the experts",
@@ -75,7 +75,7 @@ def match_ids(index: Node, experts: int) -> Node:
             f"an id that is not in 0..{experts - 1} would run expert {experts - 1} here and nothing once rewritten; "
             f"take the ids from a top-k over {experts} scores, or use the grouped_mm experts",
         )
-        return match_choice(clamp.args[0])  # type: ignore[arg-type]
+        return match_choice(clamp.args[0])
     return match_choice(index)
 
 
@@ -90,7 +90,7 @@ def match_choice(index: Node) -> Node:
 
 
 def _has(node: Node, name: str) -> bool:
-    return any(argument.name == name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return any(argument.name == name for argument in node.target._schema.arguments)
 
 
 def _choice_width(ids: Node) -> int | None:
@@ -98,7 +98,7 @@ def _choice_width(ids: Node) -> int | None:
     topk = item_of(ids, 1, "topk")
     if topk is None:
         return None
-    scores = shape_of(topk.args[0])  # type: ignore[arg-type]
+    scores = shape_of(topk.args[0])
     width = scores[arg(topk, "dim")]
     return int(width) if width.is_Integer else None
 
@@ -118,7 +118,7 @@ def is_counting(node: Node) -> bool:
         return False
     return all(
         argument.name not in ("start", "step") or arg(node, argument.name) == (0 if argument.name == "start" else 1)
-        for argument in node.target._schema.arguments  # type: ignore[union-attr]
+        for argument in node.target._schema.arguments
     )
 
 
@@ -128,14 +128,14 @@ def _doubled(node: Node, k: int) -> Node | None:
         source = node.args[0]
         if not isinstance(arg(node, "repeats"), int) or arg(node, "repeats") != k:
             return None
-        flat = len(shape_of(source)) == 1  # type: ignore[arg-type]
-        return source if arg(node, "dim") == 0 or (arg(node, "dim") is None and flat) else None  # type: ignore[return-value]
+        flat = len(shape_of(source)) == 1
+        return source if arg(node, "dim") == 0 or (arg(node, "dim") is None and flat) else None
     if is_op(node, "expand", "expand_as", "repeat", "broadcast_to", "tile"):
         source = node.args[0]
-        before, after = shape_of(source), shape_of(node)  # type: ignore[arg-type]
+        before, after = shape_of(source), shape_of(node)
         inserted = len(before) == len(after) >= 2 and before[1] == 1 and after[1] == k
         if inserted and same_shape((before[0], *before[2:]), (after[0], *after[2:])):
-            return source  # type: ignore[return-value]
+            return source
     return None
 
 
@@ -143,12 +143,12 @@ def match_pair_index(node: Node, k: int) -> None:
     """`node` must be p // k for every pair p; Miss when it is not."""
     index = strip_ids(node)
     if is_op(index, "floor_divide") or (is_op(index, "div") and arg(index, "rounding_mode") in ("floor", "trunc")):
-        counted = strip_ids(index.args[0])  # type: ignore[arg-type]
+        counted = strip_ids(index.args[0])
         require(index.args[1] == k and is_counting(counted), f"the token index is not arange // {k}", index)
         return
     source = _doubled(index, k)
     require(source is not None, f"{op_name(index)} does not give the token of each (token, expert) pair", index)
-    require(is_counting(strip_ids(source)), "the token index does not count the tokens", index)  # type: ignore[arg-type]
+    require(is_counting(strip_ids(source)), "the token index does not count the tokens", index)
 
 
 def match_pair_rows(node: Node, tokens: sympy.Expr, k: int) -> Node:
@@ -157,19 +157,19 @@ def match_pair_rows(node: Node, tokens: sympy.Expr, k: int) -> Node:
     if is_op(rows, "index", "index_select"):
         if is_op(rows, "index"):
             indices = rows.args[1]
-            require(len(indices) == 1, "the tokens are gathered by several indices", rows)  # type: ignore[arg-type]
-            index = indices[0]  # type: ignore[index]
+            require(len(indices) == 1, "the tokens are gathered by several indices", rows)
+            index = indices[0]
         else:
             require(arg(rows, "dim") == 0, "the gather is not along the tokens", rows)
             index = rows.args[2]  # type: ignore[assignment]
-        match_pair_index(index, k)  # type: ignore[arg-type]
+        match_pair_index(index, k)
         source = rows.args[0]
     else:
         source = _doubled(rows, k)
         if source is None and k == 1:
             source = rows
         require(source is not None, f"{op_name(rows)} does not bring the tokens into pair order", rows)
-    return token_rows(source, tokens, rows)  # type: ignore[arg-type]
+    return token_rows(source, tokens, rows)
 
 
 def token_rows(node: Node, tokens: sympy.Expr, where: Node) -> Node:

@@ -50,7 +50,7 @@ def _topk(ids: Node) -> Node:
     require(topk is not None, "the ids do not come from a top-k over the scores", ids, _STAYS)
     assert topk is not None
     require(arg(topk, "largest"), "top-k takes the smallest", topk, _STAYS)
-    rank = len(shape_of(topk.args[0]))  # type: ignore[arg-type]
+    rank = len(shape_of(topk.args[0]))
     require(arg(topk, "dim") % rank == rank - 1, "top-k along another dimension than the experts", topk, _STAYS)
     require(isinstance(arg(topk, "k"), int), "k is not a constant", topk, _STAYS)
     return topk
@@ -61,15 +61,15 @@ def _score(node: Node) -> tuple[str, Node, torch.dtype]:
     if is_op(node, "softmax", "_softmax", "special_softmax"):
         rank = len(shape_of(node))
         require(arg(node, "dim") % rank == rank - 1, "softmax over another dimension than the experts", node, _STAYS)
-        return "softmax", node.args[0], dtype_of(node)  # type: ignore[return-value]
+        return "softmax", node.args[0], dtype_of(node)
     if is_op(node, "sigmoid", "special_expit"):
-        return "sigmoid", node.args[0], dtype_of(node)  # type: ignore[return-value]
+        return "sigmoid", node.args[0], dtype_of(node)
     return "none", node, dtype_of(node)
 
 
 def _widened(node: Node, score_dtype: torch.dtype, inner: list[Node]) -> Node:
     """Look through a widening cast in front of a score: the score's own dtype says it all."""
-    while is_cast(node) and torch.finfo(dtype_of(node.args[0])).bits <= torch.finfo(score_dtype).bits:  # type: ignore[arg-type]
+    while is_cast(node) and torch.finfo(dtype_of(node.args[0])).bits <= torch.finfo(score_dtype).bits:
         inner.append(node)
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -82,15 +82,15 @@ def _row_sum(node: Node, of: Node) -> tuple[float, list[Node]] | None:
     while not is_op(node, "sum"):
         constant = is_op(node, "add") and isinstance(node.args[1], (int, float))
         if constant and eps == 0.0:
-            eps = float(node.args[1]) * float(arg(node, "alpha"))  # type: ignore[arg-type]
+            eps = float(node.args[1]) * float(arg(node, "alpha"))
         elif strip_views_casts(node) is node:
             return None
         path.append(node)
         node = node.args[0]  # type: ignore[assignment]
     rank = len(shape_of(of))
-    dims = arg(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore[union-attr]
+    dims = arg(node, "dim") if len(node.target._schema.arguments) > 2 else None
     dims = [dims] if isinstance(dims, int) else dims
-    if strip_views_casts(node.args[0]) is not strip_views_casts(of):  # type: ignore[arg-type]
+    if strip_views_casts(node.args[0]) is not strip_views_casts(of):
         return None
     if not dims or [d % rank for d in dims] != [rank - 1]:
         return None
@@ -111,7 +111,7 @@ def _weigh(node: Node, inner: list[Node]) -> tuple[Node, bool, float, float]:
             node = node.args[0]  # type: ignore[assignment]
         elif is_op(node, "div") and isinstance(node.args[1], Node):
             require(not renormalize, "the weights are divided twice", node, _STAYS)
-            found = _row_sum(node.args[1], node.args[0])  # type: ignore[arg-type]
+            found = _row_sum(node.args[1], node.args[0])
             require(found is not None, "the weights are divided by something else than their own sum", node, _STAYS)
             assert found is not None
             renormalize, eps = True, found[0]
@@ -125,16 +125,16 @@ def _chosen_scores(node: Node, topk: Node, inner: list[Node]) -> Node | None:
     """The scores over all experts when `node` holds those that the top-k chose: its values, or a gather at its ids."""
     if item_of(node, 0, "topk") is topk:
         inner.append(node)
-        return topk.args[0]  # type: ignore[return-value]
+        return topk.args[0]
     if is_op(node, "gather", "take_along_dim"):
         source = node.args[0]
         index = node.args[2] if is_op(node, "gather") else node.args[1]
         dim = arg(node, "dim")
-        at_ids = item_of(strip_ids(index), 1, "topk") is topk  # type: ignore[arg-type]
+        at_ids = item_of(strip_ids(index), 1, "topk") is topk
         if at_ids and dim is not None and dim % len(shape_of(node)) == len(shape_of(node)) - 1:
             inner.append(node)
             if source is topk.args[0]:
-                return source  # type: ignore[return-value]
+                return source
             raise Miss(
                 "the experts are chosen by other scores than they are weighted with (a bias, groups)", node, _STAYS
             )
@@ -189,4 +189,3 @@ def match_router(weights: Node, ids: Node) -> Router:
     )
     inner.append(topk)
     return Router(spec, logits, weights, chosen, topk, tuple(inner))
-

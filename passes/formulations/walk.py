@@ -69,7 +69,7 @@ def is_op(node: object, *names: str) -> bool:
 
 def arg(node: Node, name: str) -> Any:
     """An argument by its schema name, whether it was given by position, by keyword, or left at its default."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = node.target._schema
     for position, argument in enumerate(schema.arguments):
         if argument.name == name:
             if position < len(node.args):
@@ -124,7 +124,7 @@ def is_index_cast(node: Node) -> bool:
 def is_zeros(node: object) -> bool:
     """A new tensor of zeros."""
     if is_op(node, "full", "full_like", "new_full"):
-        return arg(node, "fill_value") == 0  # type: ignore[arg-type]
+        return arg(node, "fill_value") == 0
     return is_op(node, "zeros", "zeros_like", "new_zeros")
 
 
@@ -145,13 +145,18 @@ def swaps_last_two(node: object) -> bool:
     if op_name(node) == "mT":
         return True
     if op_name(node) == "permute":
-        dims = [d % rank for d in node.args[1]]  # type: ignore[operator,union-attr]
+        dims = [d % rank for d in node.args[1]]
         return dims == [*range(rank - 2), rank - 1, rank - 2]
-    return rank >= 2 and {d % rank for d in node.args[1:3]} == {rank - 2, rank - 1}  # type: ignore[operator]
+    return rank >= 2 and {d % rank for d in node.args[1:3]} == {rank - 2, rank - 1}
 
 
 def _is_view(node: Node) -> bool:
-    return is_op(node, *VIEWS)
+    # view also has an overload that reads the same bytes as another dtype.
+    return is_op(node, *VIEWS) and isinstance(node.args[0], Node) and _dtype(node) == _dtype(node.args[0])
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def strip(node: Node, through: Callable[[Node], bool]) -> Node:

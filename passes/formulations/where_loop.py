@@ -35,9 +35,9 @@ def anchors(graph: Graph) -> list[Node]:
     found = []
     for node in graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype in (torch.int32, torch.int64):
-            if len(_compared(node)) > 1:
-                found.append(node)
+        integers = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
+        if integers and value.dim() == 2 and len(_compared(node)) > 1:
+            found.append(node)
     return found
 
 
@@ -48,7 +48,7 @@ def comparisons(b: Bindings) -> None:
     topk = item_of(base, 1, "topk")
     experts = max(compared.values()) + 1
     if topk is not None:
-        width = shape_of(topk.args[0])[arg(topk, "dim")]  # type: ignore[arg-type]
+        width = shape_of(topk.args[0])[arg(topk, "dim")]
         require(width.is_Integer, "the number of experts is not a constant", topk)
         experts = int(width)
     ids = match_choice(b.anchor)

@@ -26,16 +26,15 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
     """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
     if dtype is torch.float32:
         return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
-    fast = capability(device) >= 90
-    if mean_rows <= 16:
-        return Tile(16, 64, 128, warps=4, stages=4)
-    if mean_rows <= 48:
-        return Tile(32, 128, 128, warps=4, stages=3)
-    if mean_rows <= 96:
-        return Tile(64, 128, 64, warps=4, stages=3, group=4)
-    if fast:
-        return Tile(128, 128, 64, warps=8, stages=3, group=8, tma=True)
-    return Tile(128, 128, 64, warps=8, stages=3, group=8)
+    if mean_rows <= 12:
+        return Tile(16, 128, 128, stages=3, tma=True)
+    if mean_rows <= 24:
+        return Tile(32, 128, 128, stages=3, tma=True)
+    if mean_rows <= 64:
+        return Tile(64, 128, 64, stages=4, tma=True)
+    if capability(device) < 90:
+        return Tile(128, 128, 64, warps=8, stages=3, group=8)
+    return Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True)
 
 
 def scatter_product(
@@ -127,7 +126,11 @@ def down_few(
     down = matrix(ins["down"], "down")
     tokens, hidden = y.shape
     size = act.shape[1]
-    tile = tile or Tile(1, 8, min(256, power_of_two(size)), warps=4)
+    if tile is None:
+        # One token: narrow programs, or the device is not filled.
+        depth = min(1024 if tokens == 1 else 256, power_of_two(size))
+        short = ids.shape[1] * size <= 32 * depth
+        tile = Tile(1, max(4, 4096 // depth), depth, stages=1 if tokens == 1 and short else 3)
     constants = {
         "ID_T": ids.stride(0),
         "ID_K": ids.stride(1),

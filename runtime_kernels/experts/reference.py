@@ -1,8 +1,10 @@
 """All experts of a block in one loop over the experts, in plain torch: the CPU plan, and the oracle of `experts`.
 
     y[t] = sum_j w[t,j] * down_e( f(gate_e(x_t)) * up_e(x_t) ),   e = ids[t,j]
-An expert's rows are gathered, pushed through both matmuls and added to the result before the next expert is touched,
-so they stay in cache; only the pre-activation is kept, and only for a backward. Sums run in fp32 (fp64 for fp64).
+With many rows an expert, its rows are gathered, pushed through both matmuls and added to the result before the next
+expert is touched, so they stay in cache. With few rows the time goes into reading weights and calling operators:
+then only the two matmuls are done an expert, and everything else once for all rows. Only the pre-activation is kept,
+and only for a backward. Sums run in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from moe_compiler.runtime_kernels.order.reference import expert_rows
 from moe_compiler.runtime_kernels.weights import ExpertWeights, preact_size
 
 WEIGHT_AT = ("output", "input")
+
+# Mean rows an expert up to which all rows are handled together; measured on two cores for H = 256 ... 1024.
+_TOGETHER = 64
 
 
 class _Rows:
@@ -57,6 +62,8 @@ def _forward(
     gates, ups = ExpertWeights(gate, "gate"), ExpertWeights(up, "up") if up else None
     downs = ExpertWeights(down, "down")
     rows = _Rows(x, weights, perm, weight_at)
+    if perm.shape[0] <= _TOGETHER * gates.experts:
+        return _forward_together(rows, gates, ups, downs, perm, starts, activation, gated, preact).to(dtype)
     y = x.new_zeros((x.shape[0], downs.out), dtype=wide(x.dtype))
     for expert, begin, end in expert_rows(starts):
         inputs = rows.inputs(begin, end)
@@ -73,6 +80,44 @@ def _forward(
             out.mul_(rows.scale[begin:end])
         y.index_add_(0, rows.tokens[begin:end], out)
     return y.to(dtype)
+
+
+def _forward_together(
+    rows: _Rows,
+    gates: ExpertWeights,
+    ups: ExpertWeights | None,
+    downs: ExpertWeights,
+    perm: Tensor,
+    starts: Tensor,
+    activation: str,
+    gated: bool,
+    preact: Tensor | None,
+) -> Tensor:
+    """y [T,H] in the wide dtype: two matmuls an expert, gather, activation and weighted sum once for all rows."""
+    spans = list(expert_rows(starts))
+    pairs, tokens = perm.shape[0], rows.x.shape[0]
+    if not spans:
+        return rows.x.new_zeros((tokens, downs.out), dtype=rows.scale.dtype)
+    known = spans[-1][2]
+    inputs = rows.inputs(0, known)
+    hidden = torch.cat([matmul(inputs[begin:end], gates.matrix(e).t()) for e, begin, end in spans])
+    up = (
+        torch.cat([matmul(inputs[begin:end], ups.matrix(e).t()) for e, begin, end in spans])
+        if ups is not None
+        else None
+    )
+    if preact is not None:
+        preact[:known, : gates.out] = hidden
+        if up is not None:
+            preact[:known, gates.out :] = up
+    act = activate(hidden, activation, gated) if ups is None else activate_parts(hidden, up, activation)
+    out = torch.cat([matmul(act[begin:end], downs.matrix(e).t()) for e, begin, end in spans]).to(rows.scale.dtype)
+    if not rows.weight_at_input:
+        out.mul_(rows.scale[:known])
+    # Pairs of ids out of range have no row: they stay zero.
+    home = out.new_empty((pairs, downs.out)) if known == pairs else out.new_zeros((pairs, downs.out))
+    home.index_copy_(0, perm[:known].to(torch.int64), out)
+    return home.view(tokens, -1, downs.out).sum(1)
 
 
 def experts_loop(

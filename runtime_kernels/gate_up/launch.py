@@ -25,16 +25,16 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
     """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py (cols counts gate alone)."""
     if dtype is torch.float32:
         return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
-    fast = capability(device) >= 90
-    if mean_rows <= 16:
-        return Tile(16, 64, 128, warps=4, stages=3)
-    if mean_rows <= 48:
-        return Tile(32, 64, 128, warps=4, stages=3)
-    if mean_rows <= 96:
-        return Tile(64, 128, 64, warps=4, stages=3, group=4)
-    if fast:
-        return Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True)
-    return Tile(128, 64, 64, warps=8, stages=3, group=8)
+    if mean_rows <= 12:
+        return Tile(16, 64, 128, stages=3, swap=True, tma=True)
+    if mean_rows <= 24:
+        return Tile(32, 64, 128, stages=3, swap=True, tma=True)
+    if mean_rows <= 64:
+        return Tile(64, 64, 64, stages=3, swap=True, tma=True)
+    if capability(device) < 90:
+        return Tile(128, 64, 64, warps=8, stages=3, group=8)
+    # Many tiles an expert share its matrices; with one or two there is nothing to share.
+    return Tile(128, 128, 64, warps=8, stages=4, group=8 if mean_rows >= 256 else 1, tma=True, halves=True)
 
 
 def split_up(gate: list[Any], up: list[Any], gated: bool) -> tuple[Matrix, Matrix, int]:
@@ -134,7 +134,10 @@ def gate_up_few(
     gate, up, shift = split_up(ins["gate"], ins["up"], gated)
     pairs, size = act.shape
     hidden = x.shape[1]
-    tile = tile or Tile(1, 8, min(512, power_of_two(hidden)), warps=4)
+    if tile is None:
+        # About 4096 elements a load, whole rows where they are that short, and the loop unrolled where it is short.
+        depth = min(2048, power_of_two(hidden))
+        tile = Tile(1, max(2, 4096 // depth), depth, stages=1 if hidden <= 8 * depth else 3)
     constants = {
         "X_ROW": x.stride(0),
         "ID_T": ids.stride(0),

@@ -24,16 +24,15 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
     """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
     if dtype is torch.float32:
         return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
-    fast = capability(device) >= 90
-    if mean_rows <= 16:
-        return Tile(16, 64, 128, warps=4, stages=4)
-    if mean_rows <= 48:
-        return Tile(32, 128, 128, warps=4, stages=3)
-    if mean_rows <= 96:
-        return Tile(64, 128, 64, warps=4, stages=3, group=4)
-    if fast:
-        return Tile(128, 128, 64, warps=8, stages=3, group=8, tma=True)
-    return Tile(128, 128, 64, warps=8, stages=3, group=8)
+    if mean_rows <= 12:
+        return Tile(16, 128, 128, stages=3, tma=True)
+    if mean_rows <= 24:
+        return Tile(32, 128, 128, stages=3, tma=True)
+    if mean_rows <= 64:
+        return Tile(64, 128, 64, stages=3, tma=True)
+    if capability(device) < 90:
+        return Tile(128, 128, 64, warps=8, stages=3, group=8)
+    return Tile(128, 256, 64, warps=8, stages=4, group=1, tma=True, halves=True)
 
 
 def grad_act(

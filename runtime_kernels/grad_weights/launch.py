@@ -20,9 +20,9 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
         return Tile(64, 128, 16, warps=4, stages=2, group=8)
     if mean_rows <= 48:
         return Tile(128, 128, 32, warps=8, stages=2, group=8)
-    if capability(device) >= 90:
-        return Tile(128, 256, 64, warps=8, stages=3, group=8)
-    return Tile(128, 128, 32, warps=8, stages=3, group=8)
+    if capability(device) < 90:
+        return Tile(128, 128, 32, warps=8, stages=3, group=8)
+    return Tile(128, 128, 64, warps=4, stages=3, group=16)
 
 
 def _grad(

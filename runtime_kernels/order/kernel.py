@@ -1,9 +1,9 @@
 """Device code of the stable ordering of (token, expert) pairs by expert.
 
-The row of a pair is the number of pairs that sort before it. For few pairs every pair is compared with every other, which
-spreads over the whole device and needs neither a scan nor a second kernel. For many, `order_count` counts the pairs of
-each expert in blocks, and in `order_scatter` a pair compares itself with its own block only and adds what the counts of
-the earlier blocks and smaller experts say. Both are deterministic: there are no atomics.
+The row of a pair is the number of pairs that sort before it. For few pairs every pair is compared with every other,
+which spreads over the whole device and needs neither a scan nor a second kernel. For many, `order_count` counts the
+pairs of each expert in blocks, and `order_scatter` sorts each block and adds what the counts of the earlier blocks and
+the smaller experts say. Both are deterministic: there are no atomics.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moe_compiler.runtime_kernels.device import trigger, wait
 @triton.jit
 def load_experts(ids, pair, S, ID_T: tl.constexpr, ID_K: tl.constexpr, K: tl.constexpr, E: tl.constexpr):
     """int32 expert of each pair, E where the id is out of range; also E past S."""
-    if ID_T == K * ID_K:
-        at = pair.to(tl.int64) * ID_K
+    if ID_K == 1 and ID_T == K:
+        at = pair
     else:
         at = (pair // K).to(tl.int64) * ID_T + (pair % K) * ID_K
     expert = tl.load(ids + at, mask=pair < S, other=E)
@@ -97,41 +97,40 @@ def order_scatter_kernel(
     E: tl.constexpr,
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
-    BQ: tl.constexpr,
-    BS: tl.constexpr,
     BB: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """perm [S], starts [E+1] from the counts; a program places BQ pairs of one block."""
+    """perm [S], starts [E+1] from the counts; a program places one block of BLOCK pairs.
+
+    Sorted by expert and place, the i-th pair of the block is the (i - begin of its expert in the block)-th of its expert
+    there, and its row follows those of the smaller experts and of the same expert in earlier blocks.
+    """
     wait(PDL)
-    SHARE: tl.constexpr = BLOCK // BQ
-    block = tl.program_id(0) // SHARE
-    first = (tl.program_id(0) % SHARE) * BQ
+    block = tl.program_id(0)
     e = tl.arange(0, E_POW2)
+    i = tl.arange(0, BLOCK)
+    pair = block * BLOCK + i
+    # Numbers past S come last of all; they have no row.
+    keys = tl.where(pair < S, load_experts(ids, pair, S, ID_T, ID_K, K, E) * BLOCK + i, 0x7FFFFFFF)
+    mine = tl.load(counts + block * E + e, mask=(e < E) & (block < B), other=0)
     earlier = tl.zeros((E_POW2,), tl.int32)
     total = tl.zeros((E_POW2,), tl.int32)
     for b0 in tl.range(0, B, BB, num_stages=3):
         b = b0 + tl.arange(0, BB)
-        some = tl.load(
-            counts + b.to(tl.int64)[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0
-        )
+        some = tl.load(counts + b[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0)
         total += tl.sum(some, 0)
         earlier += tl.sum(tl.where((b < block)[:, None], some, 0), 0)
-    begin = tl.cumsum(total, 0) - total
-    # Padding experts begin at the number of valid pairs, which is also where the pairs out of range begin.
-    valid = tl.sum(total, 0)
-    pair = block * BLOCK + first + tl.arange(0, BQ)
-    expert = load_experts(ids, pair, S, ID_T, ID_K, K, E)
-    row = tl.gather(begin + earlier, tl.minimum(expert, E_POW2 - 1), 0)
-    row = tl.where(expert < E, row, valid + block * BLOCK - tl.sum(earlier, 0))
-    before = tl.zeros((BQ, BS), tl.int32)
-    for s0 in tl.range(0, first + BQ, BS, num_stages=3):
-        other = block * BLOCK + s0 + tl.arange(0, BS)
-        same = load_experts(ids, other, S, ID_T, ID_K, K, E)[None, :] == expert[:, None]
-        before += (same & (other[None, :] < pair[:, None])).to(tl.int32)
-    row += tl.sum(before, 1)
     trigger(PDL)
-    tl.store(perm + row, pair, mask=pair < S)
-    if tl.program_id(0) == 0:
+    begin = tl.cumsum(total, 0) - total
+    shift = begin + earlier - (tl.cumsum(mine, 0) - mine)
+    keys = tl.sort(keys, 0)
+    expert = keys // BLOCK
+    row = i + tl.gather(shift, tl.minimum(expert, E - 1), 0)
+    # The pairs out of range begin where the valid ones of all blocks end, after those of the earlier blocks.
+    valid = tl.sum(total, 0)
+    outside = i - tl.sum(mine, 0) + valid + block * BLOCK - tl.sum(earlier, 0)
+    row = tl.where(expert < E, row, outside)
+    tl.store(perm + row, block * BLOCK + keys % BLOCK, mask=pair < S)
+    if block == 0:
         tl.store(starts + e, begin, mask=e < E)
         tl.store(starts + E, valid)

@@ -45,19 +45,16 @@ def order_count(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any]
 def order_scatter(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool) -> None:
     """perm int32 [S], starts int32 [E+1] from ids [T,k] and counts [B,E]."""
     ids, counts, experts = ins["ids"], ins["counts"], attrs["num_experts"]
-    share = 64
     padded = power_of_two(experts, 16)
-    constants = dict(
+    constants = {
         **_layout(ids),
-        E=experts,
-        E_POW2=padded,
-        BLOCK=ORDER_BLOCK,
-        BQ=share,
-        BS=128,
-        BB=max(1, min(32, 8192 // padded)),
-    )
+        "E": experts,
+        "E_POW2": padded,
+        "BLOCK": ORDER_BLOCK,
+        "BB": max(1, min(64, 8192 // padded)),
+    }
     # Without any pair one program still writes the starts.
-    programs = max(1, counts.shape[0] * (ORDER_BLOCK // share))
+    programs = max(1, counts.shape[0])
     operands = (ids, counts, outs["perm"], outs["starts"])
     numbers = (ids.numel(), counts.shape[0])
     start(order_scatter_kernel, programs, operands, numbers, constants, pdl=pdl, warps=8, stages=1)

@@ -75,18 +75,19 @@ def route_kernel(
     if BEFORE:
         scores = score_values(scores, (e < E)[None, :], SCORE, SCORE_DTYPE)
     scores = scores.to(tl.float32)
-    keys = sortable(scores)
-    taken = tl.broadcast_to((e >= E)[None, :], (BT, E_POW2))
+    # Below every value, even -inf: what is padding or taken.
+    keys = tl.where((e < E)[None, :], sortable(scores), LOWEST)
     j = tl.arange(0, K_POW2)
     chosen = tl.zeros((BT, K_POW2), tl.int32)
     values = tl.zeros((BT, K_POW2), tl.float32)
     for step in tl.static_range(K):
-        # The largest of those left, and of equals the first. Nothing sorts below LOWEST, not even -inf.
-        top = tl.max(tl.where(taken, LOWEST, keys), 1)
-        best = tl.min(tl.where((keys == top[:, None]) & (taken == 0), e[None, :], E_POW2), 1)
-        taken = taken | (e[None, :] == best[:, None])
+        top = tl.max(keys, 1)
+        # Of equals the first.
+        best = tl.min(tl.where(keys == top[:, None], e[None, :], E_POW2), 1)
+        keys = tl.where(e[None, :] == best[:, None], LOWEST, keys)
         chosen = tl.where(j[None, :] == step, best[:, None], chosen)
         values = tl.where(j[None, :] == step, unsorted(top)[:, None], values)
+    used = (j < K)[None, :]
     if not BEFORE:
         values = score_values(values, used, SCORE, SCORE_DTYPE)
     if RENORMALIZE:

@@ -69,7 +69,11 @@ def _record(
     attrs = {
         **({"k": K, **ROUTE, "score_dtype": torch.float32} if name.startswith("route") else {}),
         **({"num_experts": EXPERTS} if name.startswith("order") else {}),
-        "k": K, "activation": "silu", "gated": True, "save": True, "dtype": dtype,
+        "k": K,
+        "activation": "silu",
+        "gated": True,
+        "save": True,
+        "dtype": dtype,
     }
     traits = kernel(name).traits
     with recording() as starts:

@@ -1,0 +1,136 @@
+"""On a CPU, write a block of few pairs out as gathered products, and let Inductor fuse them.
+
+With a handful of (token, expert) pairs a block is a few matrix-vector products over weights that are read once. There
+Inductor's own loop over the gathered weights reaches the memory's bandwidth and calls no operator at all, which no
+chain of operators does. This holds only when the number of tokens is known while compiling, the weights are packed
+with contiguous rows (else the loop strides through memory), and the ids come from a router of this graph, so that
+all of them name an expert. Every other block becomes a chain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moe_compiler.graph_pass import Context, graph_pass, insert
+from moe_compiler.inline import named_arguments, write_out
+from moe_compiler.moe_ir import Level, is_moepdl, op_name
+from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
+from moe_compiler.runtime_kernels.route.reference import route
+
+__all__ = ["FEW_PAIRS", "inline_few"]
+
+# Up to here reading each pair's weights costs no more than reading each expert's once: they come from cache.
+FEW_PAIRS = 128
+
+_aten = torch.ops.aten
+_convert = torch.ops.prims.convert_element_type.default
+
+
+def _is_few(node: Node, named: dict[str, Any]) -> bool:
+    tokens, k = named["ids"].meta["val"].shape
+    value = named["x"].meta["val"]
+    if value.device.type != "cpu" or not isinstance(tokens, int) or not 0 < tokens * int(k) <= FEW_PAIRS:
+        return False
+    ids = named["ids"]
+    routed = op_name(ids) == "getitem" and is_moepdl(ids.args[0]) and op_name(ids.args[0]) == "route"
+    weights = [tensor.meta["val"] for role in ("gate", "up", "down") for tensor in named[role]]
+    packed = all(len(named[role]) <= 1 for role in ("gate", "up", "down")) and all(w.dim() == 3 for w in weights)
+    return routed and packed and all(w.stride(-1) == 1 for w in weights)
+
+
+class _Writer:
+    """Inserts ATen operators before the block's node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        with self.node.graph.inserting_before(self.node):
+            return insert(self.node, target, args)
+
+    def wide(self, value: Node) -> Node:
+        """In fp32 (fp64 stays): fused into the reader, never stored."""
+        dtype = value.meta["val"].dtype
+        return value if dtype in (torch.float32, torch.float64) else self(_convert, value, torch.float32)
+
+    def products(self, rows_SK: Node, weight: Node, ids_S: Node) -> Node:
+        """rows [S, in] times the chosen experts' [out, in] -> [S, out]."""
+        chosen = self.wide(self(_aten.index.Tensor, weight, [ids_S]))
+        return self(
+            _aten.sum.dim_IntList, self(_aten.mul.Tensor, chosen, self(_aten.unsqueeze.default, rows_SK, 1)), [2]
+        )
+
+    def activation(self, name: str, gate: Node) -> Node:
+        if name == "silu":
+            return self(_aten.mul.Tensor, gate, self(_aten.sigmoid.default, gate))
+        if name in ("gelu", "gelu_tanh"):
+            return self._gelu(gate, name == "gelu_tanh")
+        positive = self(_aten.relu.default, gate)
+        return positive if name == "relu" else self(_aten.mul.Tensor, positive, positive)
+
+    def _gelu(self, gate: Node, tanh: bool) -> Node:
+        half = self(_aten.mul.Tensor, gate, 0.5)
+        if tanh:
+            cube = self(_aten.mul.Tensor, self(_aten.mul.Tensor, gate, gate), gate)
+            inner = self(_aten.add.Tensor, gate, self(_aten.mul.Tensor, cube, 0.044715))
+            curve = self(_aten.tanh.default, self(_aten.mul.Tensor, inner, (2 / torch.pi) ** 0.5))
+        else:
+            curve = self(_aten.erf.default, self(_aten.mul.Tensor, gate, 0.5**0.5))
+        return self(_aten.mul.Tensor, half, self(_aten.add.Tensor, curve, 1.0))
+
+
+def _inline(node: Node, named: dict[str, Any]) -> None:
+    write = _Writer(node)
+    x, weights = named["x"], named["weights"]
+    tokens, k = (int(size) for size in named["ids"].meta["val"].shape)
+    compute = x.meta["val"].dtype
+    ids_S = write(_aten.reshape.default, named["ids"], [tokens * k])
+    scale_TK1 = write(_aten.unsqueeze.default, write.wide(weights), 2)
+    rows = write(
+        _aten.expand.default, write(_aten.unsqueeze.default, write.wide(x), 1), [tokens, k, x.meta["val"].shape[1]]
+    )
+    if named["weight_at"] == "input":
+        rows = write.wide(write(_convert, write(_aten.mul.Tensor, rows, scale_TK1), compute))
+    rows = write(_aten.reshape.default, rows, [tokens * k, x.meta["val"].shape[1]])
+    hidden = write(_convert, write.products(rows, named["gate"][0], ids_S), compute)
+    gate, up = write.wide(hidden), None
+    if named["up"]:
+        up = write.wide(write(_convert, write.products(rows, named["up"][0], ids_S), compute))
+    elif named["gated"]:
+        half = int(hidden.meta["val"].shape[1]) // 2
+        gate, up = write(_aten.slice.Tensor, gate, 1, 0, half), write(_aten.slice.Tensor, gate, 1, half, 2 * half)
+    act = write.activation(named["activation"], gate)
+    act = write.wide(write(_convert, write(_aten.mul.Tensor, act, up) if up is not None else act, compute))
+    out = write.wide(write(_convert, write.products(act, named["down"][0], ids_S), compute))
+    pairs = write(_aten.reshape.default, out, [tokens, k, out.meta["val"].shape[1]])
+    if named["weight_at"] == "output":
+        pairs = write(_aten.mul.Tensor, pairs, scale_TK1)
+    y = write(_convert, write(_aten.sum.dim_IntList, pairs, [1]), named["dtype"])
+    node.replace_all_uses_with(y)
+    node.graph.erase_node(node)
+
+
+@graph_pass(level=Level.MOE, numerics="exact")
+def inline_few(graph: Graph, context: Context) -> int:
+    """Write CPU blocks of few pairs, router and experts, out as gathered products for Inductor to fuse.
+
+    before   w, i = route(l, k, ..); y = experts(x, i, w, [W1], [], [W2], ..)       (T * k <= 128, T constant)
+    after    w, i = topk(softmax(l)); a = silu(sum(W1[i] * x[:, None], 2)) ..; y = sum(w * sum(W2[i] * a[:, None], 2), 1)
+    """
+    if context.options.remainder != "inductor":
+        return 0
+    count = 0
+    for node in list(graph.nodes):
+        if not is_moepdl(node) or op_name(node) != "experts":
+            continue
+        named = named_arguments(node)
+        if _is_few(node, named):
+            _inline(node, named)
+            write_out(named["ids"].args[0], route, ("logits",))
+            count += 1
+    if count:
+        context.report.notes.append(f"{count} of the CPU's blocks of few pairs written out as products for Inductor")
+    return count

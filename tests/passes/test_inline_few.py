@@ -1,0 +1,71 @@
+"""inline_few: a CPU block of few pairs, written out, computes what the operator computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_compiler.passes.inline_few import FEW_PAIRS, inline_few
+from moe_compiler.pipeline import run_passes
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.moe_compiler.graphs import E, H, I, K, calls, context, forward_graph
+
+
+def block(activation="silu", gated=True, weight_at="output", dtype=torch.float32, separate=False):
+    """A function of (x, logits, *weights), and the shapes of its weights."""
+    rows = 2 * I if gated and not separate else I
+
+    def function(x, logits, *weights):
+        w, ids = torch.ops.moepdl.route(logits, K, "softmax", "before", True, 0.0, 1.0, torch.float32, dtype)
+        up = [weights[1]] if separate else []
+        return torch.ops.moepdl.experts(x, ids, w, [weights[0]], up, [weights[-1]], activation, gated, weight_at, dtype)
+
+    return function, [(E, rows, H), *([(E, I, H)] if separate else []), (E, H, I)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"activation": "gelu"},
+        {"activation": "gelu_tanh"},
+        {"activation": "relu", "gated": False},
+        {"activation": "relu2", "gated": False},
+        {"weight_at": "input"},
+        {"separate": True},
+    ],
+    ids=str,
+)
+def test_the_products_are_the_operator(form, dtype):
+    function, shapes = block(dtype=dtype, **form)
+    shapes = [(5, H), (5, E), *shapes]
+    with FakeTensorMode():
+        module = make_fx(function)(*[torch.empty(shape, dtype=dtype) for shape in shapes])
+    ctx = context()
+    assert run_passes(module, (inline_few,), ctx) == 1
+    assert calls(module) == []
+    assert any("written out" in note for note in ctx.report.notes)
+    inputs = [torch.randn(shape).to(dtype) * 0.3 for shape in shapes]
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(module(*inputs), function(*inputs), rtol=tolerance, atol=tolerance)
+
+
+def test_what_is_left_to_chains():
+    many = forward_graph(tokens=FEW_PAIRS // K + 1, device="cpu")
+    assert run_passes(many, (inline_few,), context()) == 0
+    gpu = forward_graph(device="cuda")
+    assert run_passes(gpu, (inline_few,), context()) == 0
+    eager = forward_graph(device="cpu")
+    assert run_passes(eager, (inline_few,), context(remainder="eager")) == 0
+    foreign = forward_graph(device="cpu", between=lambda weights, ids: (weights, ids + 0))
+    assert run_passes(foreign, (inline_few,), context()) == 0
+    few = forward_graph(tokens=FEW_PAIRS // K, device="cpu")
+    assert run_passes(few, (inline_few,), context()) == 1
+
+
+def test_a_symbolic_number_of_tokens_is_left_to_chains():
+    function, shapes = block()
+    module = make_fx(function, tracing_mode="symbolic")(*[torch.randn(shape) for shape in [(5, H), (5, E), *shapes]])
+    assert run_passes(module, (inline_few,), context()) == 0
