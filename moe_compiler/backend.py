@@ -49,9 +49,16 @@ def moepdl(
     if raised is None or settings.dryrun:
         if raised is not None:
             _analyse(compilation, raised, example_inputs)
+        if settings.dryrun and settings.remainder == "eager":
+            return _told(compilation, module.forward)
         compiled = compilation.compile(module, example_inputs, raised=False)
     else:
         compiled = compilation.compile(raised, example_inputs, raised=True)
+    return _told(compilation, compiled)
+
+
+def _told(compilation: Compilation, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Write what there is to say about a compile, and hand on its result."""
     compilation.write_dump()
     _logs.emit(compilation.report)
     return compiled

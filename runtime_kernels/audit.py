@@ -144,5 +144,10 @@ def compile_offline(start: Start, arch: int = 90) -> Any:
         signature[name] = "i32"
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(start.kernel, {name: signature[name] for name in names}, constants, attributes)
-    options = {"num_warps": start.warps, "num_stages": start.stages, "launch_pdl": start.pdl}
+    options = {
+        "num_warps": start.warps,
+        "num_stages": start.stages,
+        "maxnreg": start.registers,
+        "launch_pdl": start.pdl,
+    }
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -40,12 +40,13 @@ class UnsupportedDtypeError(NotImplementedError):
 class Tile:
     """How a kernel divides its work and what each program gets.
 
-    rows, cols, depth   BM, BN, BK of the tile product
+    rows, cols, depth   BM, BN, BK of the tile product; cols may be the sum of two powers of two (128 + 64)
     warps, stages       warps a program, stages of the software pipeline
     group               row tiles that walk over the columns together
     swap                the matrix on the wide side of the tensor core (few rows)
     tma                 weights through tensor descriptors where their layout allows it
     halves              an expert's last tile is half as high when its rows allow it
+    registers           at most so many a thread, so that more programs fit a multiprocessor
     """
 
     rows: int
@@ -57,6 +58,13 @@ class Tile:
     swap: bool = False
     tma: bool = False
     halves: bool = False
+    registers: int | None = None
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """`cols` as a power of two and the rest, which is 0 or a smaller power of two."""
+        first = 1 << (self.cols.bit_length() - 1)
+        return first, self.cols - first
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class Start:
     pdl: bool
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @contextmanager
@@ -229,6 +238,7 @@ def start(
     pdl: bool,
     warps: int = 4,
     stages: int = 3,
+    registers: int | None = None,
 ) -> Any:
     """Launch `kernel` on the current stream with `programs` programs; return its compiled handle (None if none).
 
@@ -238,10 +248,11 @@ def start(
     if programs == 0:
         return None
     if _record is not None:
-        _record.append(Start(kernel, programs, tuple(operands), tuple(numbers), constants, pdl, warps, stages))
+        arguments = (kernel, programs, tuple(operands), tuple(numbers), constants, pdl, warps, stages, registers)
+        _record.append(Start(*arguments))
         return None
     device = driver.active.get_current_device()
-    key: list[Any] = [kernel, device, pdl, warps, stages, *constants.values()]
+    key: list[Any] = [kernel, device, pdl, warps, stages, registers, *constants.values()]
     fast: list[Any] = []
     for operand in operands:
         if operand is None:
@@ -262,7 +273,7 @@ def start(
     if expected != [*constants, "PDL"]:
         raise TypeError(f"{kernel.__name__} takes the constants {expected}, got {[*constants, 'PDL']}")
     handle = kernel[(programs, 1, 1)](
-        *operands, *numbers, **constants, PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl
+        *operands, *numbers, **constants, PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl
     )
     _handles[tuple(key)] = handle
     return handle

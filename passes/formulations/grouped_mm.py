@@ -11,12 +11,14 @@ ids, and are looked through.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
 from moe_compiler.passes.formulations import combine
-from moe_compiler.passes.formulations.activation import match_activation
+from moe_compiler.passes.formulations.activation import Activation, match_activation
 from moe_compiler.passes.formulations.base import (
     Bindings,
     Example,
@@ -172,13 +174,20 @@ def _weight(b: Bindings, matmul: Node, what: str) -> Node:
     return weight
 
 
+def _unmasked(activation: Activation) -> Activation:
+    """The activation with its halves' sources seen through sentinel masks."""
+    gate = replace(activation.gate, source=_rows(activation.gate.source))
+    up = replace(activation.up, source=_rows(activation.up.source)) if activation.up is not None else None
+    return replace(activation, gate=gate, up=up)
+
+
 def down(b: Bindings) -> None:
     candidates = [n for n in b.offs.users if _is_grouped(n) and n is not b.anchor]
     require(bool(candidates), "no second grouped matmul uses the same offsets", b.anchor)
     errors: list[Miss] = []
     for candidate in candidates:
         try:
-            activation = match_activation(candidate.args[0])
+            activation = _unmasked(match_activation(candidate.args[0]))
         except Miss as miss:
             errors.append(miss)
             continue

@@ -54,20 +54,24 @@ def scatter_product(
     rows, columns = pairs.shape
     experts = starts.shape[0] - 1
     depth = left.shape[1] // len(parts)
+    wide, narrow = tile.columns
     boxes: list[Any] = []
     box_rows = 0
     if tile.tma and depth % tile.depth == 0:
-        for tensors, what in parts:
+        # The parts in boxes of the first group of columns, then the first part in boxes of the second group.
+        for (tensors, what), width in [*((part, wide) for part in parts), *([(parts[0], narrow)] if narrow else [])]:
             transposed = what.inner != 1
             stored_rows_run_over_k = inner == transposed
             box_rows = depth if stored_rows_run_over_k else columns
-            block = (tile.depth, tile.cols) if stored_rows_run_over_k else (tile.cols, tile.depth)
+            block = (tile.depth, width) if stored_rows_run_over_k else (width, tile.depth)
             boxes.append(box(tensors, what, box_rows, transposed, block))
         if None in boxes:
             boxes, box_rows = [], 0
     first, second = parts[0][1], parts[-1][1]
     strides = [(m.inner, m.out) if inner else (m.out, m.inner) for m in (first, second)]
-    operands = boxes or [what.operand for _, what in parts]
+    matrices = boxes or [what.operand for _, what in parts]
+    second_part = matrices[1] if len(parts) == 2 else None
+    narrow_box = boxes[-1] if boxes and narrow else None
     tiles = slots(rows, experts, tile.rows)
     constants = {
         "E": experts,
@@ -87,7 +91,8 @@ def scatter_product(
         "BOX": box_rows,
         "PRECISION": precision(pairs.dtype),
         "BM": tile.rows,
-        "BN": tile.cols,
+        "BN": wide,
+        "BN2": narrow,
         "BK": tile.depth,
         "GROUP": tile.group,
         "SWAP": tile.swap,
@@ -96,12 +101,13 @@ def scatter_product(
     start(
         scatter_product_kernel,
         tiles * -(-columns // tile.cols),
-        (left, perm, starts, operands[0], operands[-1], pairs),
+        (left, perm, starts, matrices[0], second_part, narrow_box, pairs),
         (rows, tiles),
         constants,
         pdl=pdl,
         warps=tile.warps,
         stages=tile.stages,
+        registers=tile.registers,
     )
 
 

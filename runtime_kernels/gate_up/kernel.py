@@ -79,16 +79,25 @@ def gate_up_tile(
     ups = zero_tile(BM, BN, SWAP)
     if BOX > 0:
         gate_matrix = gate
-        up_matrix = up
     else:
         gate_matrix = expert_matrix(gate, safe, GATE_E, TABLE, ALIGNED, DTYPE)
-        up_matrix = expert_matrix(up, safe, UP_E, TABLE, ALIGNED, DTYPE) + UP_SHIFT * UP_I
+    if up is None:
+        if BOX > 0:
+            up_matrix = gate_matrix
+        else:
+            up_matrix = gate_matrix + UP_SHIFT * UP_I
+    else:
+        if BOX > 0:
+            up_matrix = up
+        else:
+            up_matrix = expert_matrix(up, safe, UP_E, TABLE, ALIGNED, DTYPE)
+    WHOLE: tl.constexpr = INTER % BN == 0
     for k0 in range(0, depth, BK):
         tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
-        block = load_matrix(gate_matrix, safe, 0, k0, column, H, INTER, BK, BN, GATE_H, GATE_I, WIDE, BOX)
+        block = load_matrix(gate_matrix, safe, 0, k0, column, H, INTER, BK, BN, WHOLE, GATE_H, GATE_I, WIDE, BOX)
         gates = multiply(tile, block, gates, SWAP, PRECISION)
         if GATED:
-            block = load_matrix(up_matrix, safe, UP_SHIFT, k0, column, H, INTER, BK, BN, UP_H, UP_I, WIDE, BOX)
+            block = load_matrix(up_matrix, safe, UP_SHIFT, k0, column, H, INTER, BK, BN, WHOLE, UP_H, UP_I, WIDE, BOX)
             ups = multiply(tile, block, ups, SWAP, PRECISION)
     trigger(PDL)
     gates = upright(gates, SWAP)
@@ -154,7 +163,7 @@ def gate_up_kernel(
 ):
     """act[r] = f(gate_e x_t) * (up_e x_t); preact[r] = [gate_e x_t, up_e x_t] unless None. [x_t times its weight.]
 
-    UP_SHIFT  rows of the up matrix lie that far below those of gate where both are one matrix, else 0
+    up        None where gate and up are one matrix: its rows of up lie UP_SHIFT below those of gate
     BOX       rows an expert of the tensor descriptors `gate` and `up`, or 0: `gate` and `up` are pointers
     HALVES    a tile with at most BM / 2 rows is computed as one of that height
     """
@@ -254,7 +263,10 @@ def gate_up_few_kernel(
     out = act + pair.to(tl.int64) * INTER + n
     if (expert >= 0) & (expert < E):
         gate_matrix = expert_matrix(gate, expert, GATE_E, TABLE, ALIGNED, DTYPE)
-        up_matrix = expert_matrix(up, expert, UP_E, TABLE, ALIGNED, DTYPE) + UP_SHIFT * UP_I
+        if up is None:
+            up_matrix = gate_matrix + UP_SHIFT * UP_I
+        else:
+            up_matrix = expert_matrix(up, expert, UP_E, TABLE, ALIGNED, DTYPE)
         row = x + token.to(tl.int64) * X_ROW
         gates = tl.zeros((BN, BK), tl.float32)
         ups = tl.zeros((BN, BK), tl.float32)

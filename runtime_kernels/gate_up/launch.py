@@ -63,20 +63,15 @@ def gate_up(
     experts, k = ins["starts"].shape[0] - 1, attrs["k"]
     tile = tile or choose_tile(act.dtype, -(-pairs // experts), act.device)
     hidden = x.shape[1]
-    boxes: tuple[Any, Any] = (None, None)
+    gate_operand, up_operand = gate.operand, up.operand if up_list else None
     box_rows = 0
-    if tile.tma and hidden % tile.depth == 0 and act.dtype is not torch.float32:
+    if tile.tma and hidden % tile.depth == 0:
         transposed = gate.inner != 1
         block = (tile.depth, tile.cols) if transposed else (tile.cols, tile.depth)
-        box_rows = hidden if transposed else gate_list[0].shape[-2]
-        boxes = (
-            box(gate_list, gate, box_rows, transposed, block),
-            box(up_list, up, box_rows, transposed, block) if up_list else None,
-        )
-        if boxes[1] is None and not up_list:
-            boxes = (boxes[0], boxes[0])
-        if None in boxes:
-            boxes, box_rows = (None, None), 0
+        rows = hidden if transposed else gate_list[0].shape[-2]
+        boxes = [box(part, what, rows, transposed, block) for part, what in ((gate_list, gate), (up_list, up)) if part]
+        if None not in boxes:
+            gate_operand, up_operand, box_rows = boxes[0], boxes[1] if up_list else None, rows
     weights = ins["weights"]
     tiles = slots(pairs, experts, tile.rows)
     constants = {
@@ -112,13 +107,23 @@ def gate_up(
         None if weights is None else weights.contiguous(),
         ins["perm"],
         ins["starts"],
-        boxes[0] or gate.operand,
-        boxes[1] or up.operand,
+        gate_operand,
+        up_operand,
         act,
         preact,
     )
     programs = tiles * -(-size // tile.cols)
-    start(gate_up_kernel, programs, operands, (pairs, tiles), constants, pdl=pdl, warps=tile.warps, stages=tile.stages)
+    start(
+        gate_up_kernel,
+        programs,
+        operands,
+        (pairs, tiles),
+        constants,
+        pdl=pdl,
+        warps=tile.warps,
+        stages=tile.stages,
+        registers=tile.registers,
+    )
 
 
 def gate_up_few(
@@ -162,6 +167,13 @@ def gate_up_few(
         "BK": tile.depth,
         "AHEAD": tile.stages if tile.stages > 1 else 0,
     }
-    operands = (x, None if weights is None else weights.contiguous(), ids, gate.operand, up.operand, act)
+    operands = (
+        x,
+        None if weights is None else weights.contiguous(),
+        ids,
+        gate.operand,
+        up.operand if ins["up"] else None,
+        act,
+    )
     programs = pairs * -(-size // tile.cols)
     start(gate_up_few_kernel, programs, operands, (), constants, pdl=pdl, warps=tile.warps, stages=1)

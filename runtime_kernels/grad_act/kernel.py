@@ -117,6 +117,7 @@ def grad_act_tile(
     preact,
     perm,
     down,
+    narrow,
     grad_preact,
     act,
     sums,
@@ -142,18 +143,19 @@ def grad_act_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    BN2: tl.constexpr,
     BK: tl.constexpr,
     SWAP: tl.constexpr,
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The tile of BM rows from `first` in the column-th group of BN columns of one expert; as `grad_act_kernel`."""
+    """The tile of BM rows from `first` in the column-th group of columns of one expert; as `grad_act_kernel`."""
     DTYPE: tl.constexpr = grad_preact.dtype.element_ty
     r = first + tl.arange(0, BM)
     ok = r < end
     pair = tl.load(perm + r, mask=ok, other=0)
     rows = grad_y + (pair // K).to(tl.int64) * Y_ROW
-    n0 = column * BN
+    n0 = column * (BN + BN2)
     # The rows of no expert skip the loop: their results are zero.
     depth = tl.where(expert < E, H, 0)
     safe = tl.minimum(expert, E - 1)
@@ -161,13 +163,17 @@ def grad_act_tile(
         matrix = down
     else:
         matrix = expert_matrix(down, safe, DOWN_E, TABLE, ALIGNED, DTYPE)
+    if narrow is None:
+        matrix2 = matrix
+    else:
+        matrix2 = narrow
     grad = zero_tile(BM, BN, SWAP)
-    grad = accumulate(
-        grad, rows, ok, matrix, safe, depth, n0,
-        H, INTER, BK, BN, DOWN_H, DOWN_I, WIDE, BOX, SWAP, PRECISION, DTYPE,
+    grad2 = zero_tile(BM, BN2 if BN2 > 0 else 16, SWAP)
+    grad, grad2 = accumulate(
+        grad, grad2, rows, ok, matrix, matrix2, safe, depth, n0,
+        H, INTER, BK, BN, BN2, DOWN_H, DOWN_I, WIDE, BOX, SWAP, PRECISION, DTYPE,
     )  # fmt: skip
     trigger(PDL)
-    grad = upright(grad, SWAP)
     if weights is not None:
         scale = tl.load(weights + pair, mask=ok & (expert < E), other=0.0).to(tl.float32)
     else:
@@ -175,9 +181,14 @@ def grad_act_tile(
     # Nobody wrote the pre-activation of the rows of no expert.
     known = ok & (expert < E)
     part = finish(
-        grad, r, n0, ok, known, scale, preact, grad_preact, act,
+        upright(grad, SWAP), r, n0, ok, known, scale, preact, grad_preact, act,
         INTER, BM, BN, GATED, ACTIVATION, sums is not None, PIECES,
     )  # fmt: skip
+    if BN2 > 0:
+        part += finish(
+            upright(grad2, SWAP), r, n0 + BN, ok, known, scale, preact, grad_preact, act,
+            INTER, BM, BN2, GATED, ACTIVATION, sums is not None, PIECES // 2 if PIECES > 1 else 1,
+        )  # fmt: skip
     if sums is not None:
         tl.store(sums + column.to(tl.int64) * S + pair, part, mask=ok)
 
@@ -190,6 +201,7 @@ def grad_act_kernel(
     perm,
     starts,
     down,
+    narrow,
     grad_preact,
     act,
     sums,
@@ -213,6 +225,7 @@ def grad_act_kernel(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    BN2: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
@@ -220,27 +233,28 @@ def grad_act_kernel(
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """grad_preact [S,N], act [S,I] times the weight unless None, sums [ceil(I/BN), S] in pair order unless None.
+    """grad_preact [S,N], act [S,I] times the weight unless None, sums [column tiles, S] in pair order unless None.
 
-    BOX and HALVES as in `gate_up_kernel`.
+    A program owns BN + BN2 columns (powers of two; BN2 may be 0). `narrow` is None, or a descriptor of `down` in boxes of
+    BN2 columns. BOX and HALVES as in `gate_up_kernel`.
     """
     wait(PDL)
-    WIDTH: tl.constexpr = (INTER + BN - 1) // BN
+    WIDTH: tl.constexpr = (INTER + BN + BN2 - 1) // (BN + BN2)
     slot, column = tile_of_program(tl.program_id(0), slots, WIDTH, GROUP)
     expert, first, end = expert_tile(starts, slot, S, E, E_POW2, BM)
     if end - first > (BM // 2 if HALVES else 0):
         grad_act_tile(
-            grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
+            grad_y, weights, preact, perm, down, narrow, grad_preact, act, sums, expert, first, end, column, S,
             Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
-            BM, BN, BK, SWAP, PIECES, PDL,
+            BM, BN, BN2, BK, SWAP, PIECES, PDL,
         )  # fmt: skip
     else:
         if HALVES:
             if first < end:
                 grad_act_tile(
-                    grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
+                    grad_y, weights, preact, perm, down, narrow, grad_preact, act, sums, expert, first, end, column, S,
                     Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
-                    BM // 2, BN, BK, SWAP, PIECES, PDL,
+                    BM // 2, BN, BN2, BK, SWAP, PIECES, PDL,
                 )  # fmt: skip
 
 

@@ -56,13 +56,17 @@ def grad_act(
     sums = grad_weights
     if grad_weights is not None and columns > 1:
         sums = torch.empty((columns, pairs), dtype=torch.float32, device=grad_preact.device)
-    descriptor, box_rows = None, 0
+    first, second = tile.columns
+    boxes, box_rows = [], 0
     if tile.tma and hidden % tile.depth == 0:
         transposed = down.inner != 1
         box_rows = size if transposed else hidden
-        block = (tile.cols, tile.depth) if transposed else (tile.depth, tile.cols)
-        descriptor = box(ins["down"], down, box_rows, transposed, block)
-        box_rows = box_rows if descriptor is not None else 0
+        for width in (first, second) if second else (first,):
+            block = (width, tile.depth) if transposed else (tile.depth, width)
+            boxes.append(box(ins["down"], down, box_rows, transposed, block))
+        if None in boxes:
+            boxes, box_rows = [], 0
+    matrices = [*(boxes or [down.operand]), None][:2]
     tiles = slots(pairs, experts, tile.rows)
     constants = {
         "Y_ROW": grad_y.stride(0),
@@ -82,13 +86,14 @@ def grad_act(
         "ACTIVATION": attrs["activation"],
         "PRECISION": precision(dtype),
         "BM": tile.rows,
-        "BN": tile.cols,
+        "BN": first,
+        "BN2": second,
         "BK": tile.depth,
         "GROUP": tile.group,
         "SWAP": tile.swap,
         "HALVES": tile.halves,
         # About 32 columns at a time for a warp's rows keeps the epilogue in registers.
-        "PIECES": max(1, min(tile.cols // 32, tile.rows * tile.cols // tile.warps // 512)),
+        "PIECES": max(1, min(first // 32, tile.rows * first // tile.warps // 512)),
     }
     operands = (
         grad_y,
@@ -96,13 +101,23 @@ def grad_act(
         ins["preact"],
         ins["perm"],
         starts,
-        down.operand if descriptor is None else descriptor,
+        *matrices,
         grad_preact,
         act,
         sums,
     )
     numbers = (pairs, tiles)
-    start(grad_act_kernel, tiles * columns, operands, numbers, constants, pdl=pdl, warps=tile.warps, stages=tile.stages)
+    start(
+        grad_act_kernel,
+        tiles * columns,
+        operands,
+        numbers,
+        constants,
+        pdl=pdl,
+        warps=tile.warps,
+        stages=tile.stages,
+        registers=tile.registers,
+    )
     if sums is not grad_weights:
         operands = (sums, grad_weights)
         constants = {"PARTS": columns, "BLOCK": 256}

@@ -1,8 +1,11 @@
 """Device code of the gradients of the expert weights: per expert a product over its rows.
 
-A program owns a BM x BN tile of one expert's gradient and runs over the rows of that expert, the shared dimension of the
-product. One side is kept in sorted row order, the other is gathered from token rows in the load. Experts without rows
-run no step and write zeros.
+One side of the product is kept in sorted row order ("ordered"), the other is gathered from token rows in the load
+("tokens"). A program owns a tile of one expert's gradient, BT columns of tokens by BO + BO2 columns of ordered, and runs
+over the rows of that expert. Experts without rows run no step and write zeros.
+
+Two programs fit a multiprocessor, so that one computes while the other starts or stores; with 128 x 192 accumulators each
+(BO2 = 64: tiles have powers of two) they read less per product than with 128 x 128.
 """
 
 from __future__ import annotations
@@ -10,7 +13,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_compiler.runtime_kernels.device import expert_matrix, tile_of_program, trigger, wait
+from moe_compiler.runtime_kernels.device import expert_matrix, load_rows, tile_of_program, trigger, wait
+
+
+@triton.jit
+def outer_product(tokens, ordered, acc, TOKENS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + tokens [BK,BT]^T @ ordered [BK,BO], or its transpose."""
+    if TOKENS_FIRST:
+        acc = tl.dot(tl.trans(tokens), ordered, acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(tl.trans(ordered), tokens, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def empty_product(BT: tl.constexpr, BO: tl.constexpr, TOKENS_FIRST: tl.constexpr):
+    """An empty accumulator for `outer_product`."""
+    if TOKENS_FIRST:
+        acc = tl.zeros((BT, BO), tl.float32)
+    else:
+        acc = tl.zeros((BO, BT), tl.float32)
+    return acc
+
+
+@triton.jit
+def store_product(
+    out,
+    acc,
+    t,
+    o,
+    T_SIZE: tl.constexpr,
+    O_SIZE: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    STRIDE_O: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
+):
+    """Store an accumulator of `outer_product` at the columns t of tokens and o of ordered."""
+    if WIDE:
+        t = t.to(tl.int64)
+        o = o.to(tl.int64)
+    if TOKENS_FIRST:
+        at = t[:, None] * STRIDE_T + o[None, :] * STRIDE_O
+        keep = (t < T_SIZE)[:, None] & (o < O_SIZE)[None, :]
+    else:
+        at = o[:, None] * STRIDE_O + t[None, :] * STRIDE_T
+        keep = (o < O_SIZE)[:, None] & (t < T_SIZE)[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -25,33 +74,34 @@ def grad_weights_kernel(
     TOKEN_ROW: tl.constexpr,
     ORDERED_ROW: tl.constexpr,
     K: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
+    T_SIZE: tl.constexpr,
+    O_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     FROM: tl.constexpr,
     PART_E: tl.constexpr,
-    STRIDE_M: tl.constexpr,
-    STRIDE_N: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    STRIDE_O: tl.constexpr,
     TABLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
-    TOKENS_ON_M: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    BT: tl.constexpr,
+    BO: tl.constexpr,
+    BO2: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """part_e [M,N] = left_e^T @ right_e over the rows of e.
+    """part_e = the sum over the rows r of e of the outer product of tokens[perm[r] // K] and ordered[r, its columns].
 
-    TOKENS_ON_M: left is tokens[perm[r] // K], right is ordered[r]; else right is tokens[perm[r] // K] and left is
-    ordered[r, FROM + part * M : FROM + part * M + M]. Both parts have the same strides. weights [T,K], where given, scale
-    the token rows, which are then rounded to the data type.
+    Part p of an expert (of PARTS) belongs to the O_SIZE columns of ordered from FROM + p * O_SIZE; both have the same
+    strides. TOKENS_FIRST: the columns of tokens are the rows of the matrices, else the columns of ordered are.
+    weights [T,K], where given, scale the token rows, which are then rounded to the data type.
     """
     wait(PDL)
-    HEIGHT: tl.constexpr = (M + BM - 1) // BM
-    WIDTH: tl.constexpr = (N + BN - 1) // BN
+    HEIGHT: tl.constexpr = (T_SIZE + BT - 1) // BT
+    WIDTH: tl.constexpr = (O_SIZE + BO + BO2 - 1) // (BO + BO2)
     DTYPE: tl.constexpr = ordered.dtype.element_ty
     matrices = tl.program_id(0) // (HEIGHT * WIDTH)
     expert = matrices // PARTS
@@ -59,36 +109,28 @@ def grad_weights_kernel(
     row, column = tile_of_program(tl.program_id(0) % (HEIGHT * WIDTH), HEIGHT, WIDTH, GROUP)
     begin = tl.load(starts + expert)
     end = tl.load(starts + expert + 1)
-    m = row * BM + tl.arange(0, BM)
-    n = column * BN + tl.arange(0, BN)
-    acc = tl.zeros((BM, BN), tl.float32)
+    t = row * BT + tl.arange(0, BT)
+    o = column * (BO + BO2) + tl.arange(0, BO)
+    acc = empty_product(BT, BO, TOKENS_FIRST)
+    if BO2 > 0:
+        o2 = column * (BO + BO2) + BO + tl.arange(0, BO2)
+        acc2 = empty_product(BT, BO2, TOKENS_FIRST)
+    WHOLE: tl.constexpr = O_SIZE % (BO + BO2) == 0
     for r0 in range(begin, end, BK):
         r = r0 + tl.arange(0, BK)
         ok = r < end
         pair = tl.load(perm + r, mask=ok, other=0)
         token_rows = tokens + (pair // K).to(tl.int64) * TOKEN_ROW
-        ordered_rows = ordered + r.to(tl.int64) * ORDERED_ROW
-        if TOKENS_ON_M:
-            left_rows = token_rows
-            right_rows = ordered_rows
-        else:
-            left_rows = ordered_rows + (FROM + part * M)
-            right_rows = token_rows
-        if M % BM == 0:
-            left = tl.load(left_rows[:, None] + m[None, :], mask=ok[:, None], other=0.0).to(DTYPE)
-        else:
-            left = tl.load(left_rows[:, None] + m[None, :], mask=ok[:, None] & (m < M)[None, :], other=0.0).to(DTYPE)
-        if N % BN == 0:
-            right = tl.load(right_rows[:, None] + n[None, :], mask=ok[:, None], other=0.0).to(DTYPE)
-        else:
-            right = tl.load(right_rows[:, None] + n[None, :], mask=ok[:, None] & (n < N)[None, :], other=0.0).to(DTYPE)
+        ordered_rows = ordered + r.to(tl.int64) * ORDERED_ROW + (FROM + part * O_SIZE)
+        left = load_rows(token_rows, ok, t, T_SIZE, T_SIZE % BT == 0, DTYPE)
         if weights is not None:
-            scale = tl.load(weights + pair, mask=ok, other=0.0).to(tl.float32)[:, None]
-            if TOKENS_ON_M:
-                left = (left.to(tl.float32) * scale).to(DTYPE)
-            else:
-                right = (right.to(tl.float32) * scale).to(DTYPE)
-        acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
+            scale = tl.load(weights + pair, mask=ok, other=0.0).to(tl.float32)
+            left = (left.to(tl.float32) * scale[:, None]).to(DTYPE)
+        right = load_rows(ordered_rows, ok, o, O_SIZE, WHOLE, DTYPE)
+        acc = outer_product(left, right, acc, TOKENS_FIRST, PRECISION)
+        if BO2 > 0:
+            right2 = load_rows(ordered_rows, ok, o2, O_SIZE, WHOLE, DTYPE)
+            acc2 = outer_product(left, right2, acc2, TOKENS_FIRST, PRECISION)
     trigger(PDL)
     if PARTS == 2:
         if part == 1:
@@ -97,8 +139,6 @@ def grad_weights_kernel(
             out = expert_matrix(first_part, expert, PART_E, TABLE, ALIGNED, DTYPE)
     else:
         out = expert_matrix(first_part, expert, PART_E, TABLE, ALIGNED, DTYPE)
-    if WIDE:
-        at = m.to(tl.int64)[:, None] * STRIDE_M + n.to(tl.int64)[None, :] * STRIDE_N
-    else:
-        at = m[:, None] * STRIDE_M + n[None, :] * STRIDE_N
-    tl.store(out + at, acc.to(DTYPE), mask=(m < M)[:, None] & (n < N)[None, :])
+    store_product(out, acc, t, o, T_SIZE, O_SIZE, STRIDE_T, STRIDE_O, WIDE, TOKENS_FIRST)
+    if BO2 > 0:
+        store_product(out, acc2, t, o2, T_SIZE, O_SIZE, STRIDE_T, STRIDE_O, WIDE, TOKENS_FIRST)

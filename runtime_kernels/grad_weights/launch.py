@@ -13,7 +13,10 @@ from moe_compiler.runtime_kernels.launching import Matrix, Tile, capability, mat
 
 
 def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
-    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py; depth counts rows."""
+    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py.
+
+    rows counts columns of the token side, cols those of the ordered side (a power of two, or two of them added), depth rows.
+    """
     if dtype is torch.float32:
         return Tile(32, 32, 32, stages=2)
     if mean_rows <= 16:
@@ -33,32 +36,36 @@ def _grad(
     ordered: Tensor,
     ins: dict[str, Any],
     k: int,
-    tokens_on_m: bool,
+    tokens_first: bool,
     start_column: int,
     tile: Tile,
     pdl: bool,
 ) -> None:
     experts = ins["starts"].shape[0] - 1
-    rows, columns = sizes
     tokens = row_major(tokens)
+    rows, columns = sizes
+    token_size, ordered_size = (rows, columns) if tokens_first else (columns, rows)
+    strides = (parts[0].out, parts[0].inner)
+    first, second = tile.columns
     constants = {
         "TOKEN_ROW": tokens.stride(0),
         "ORDERED_ROW": ordered.shape[1],
         "K": k,
-        "M": rows,
-        "N": columns,
+        "T_SIZE": token_size,
+        "O_SIZE": ordered_size,
         "PARTS": len(parts),
         "FROM": start_column,
         "PART_E": parts[0].stride,
-        "STRIDE_M": parts[0].out,
-        "STRIDE_N": parts[0].inner,
+        "STRIDE_T": strides[0] if tokens_first else strides[1],
+        "STRIDE_O": strides[1] if tokens_first else strides[0],
         "TABLE": parts[0].table,
         "ALIGNED": all(part.aligned for part in parts),
         "WIDE": any(part.wide for part in parts),
-        "TOKENS_ON_M": tokens_on_m,
+        "TOKENS_FIRST": tokens_first,
         "PRECISION": precision(ordered.dtype),
-        "BM": tile.rows,
-        "BN": tile.cols,
+        "BT": tile.rows,
+        "BO": first,
+        "BO2": second,
         "BK": tile.depth,
         "GROUP": tile.group,
     }
@@ -71,8 +78,18 @@ def _grad(
         parts[0].operand,
         parts[-1].operand,
     )
-    programs = experts * len(parts) * -(-rows // tile.rows) * -(-columns // tile.cols)
-    start(grad_weights_kernel, programs, operands, (), constants, pdl=pdl, warps=tile.warps, stages=tile.stages)
+    programs = experts * len(parts) * -(-token_size // tile.rows) * -(-ordered_size // tile.cols)
+    start(
+        grad_weights_kernel,
+        programs,
+        operands,
+        (),
+        constants,
+        pdl=pdl,
+        warps=tile.warps,
+        stages=tile.stages,
+        registers=tile.registers,
+    )
 
 
 def grad_down(

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 
 def compiled(function, *, options=None, **kwargs):
-    return torch.compile(function, backend=moepdl, options={"remainder": "eager", **(options or {})}, **kwargs)
+    return torch.compile(
+        function, backend=moepdl, options={"remainder": "eager", "require_match": True, **(options or {})}, **kwargs
+    )
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
@@ -42,7 +44,7 @@ def test_forward_and_backward_are_accurate(dtype, implementation):
 
 def test_through_inductor_with_dynamic_tokens():
     block = qwen3_block(torch.bfloat16).cuda()
-    ours = torch.compile(block, backend="moepdl", dynamic=True)
+    ours = torch.compile(block, backend="moepdl", dynamic=True, options={"require_match": True})
     for tokens in (3, 40, 700):
         x = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16).requires_grad_()
         out, eager, exact = ours(x), block(x), float64_block(block, x)
@@ -81,10 +83,10 @@ def test_the_captured_graph_has_the_planned_programmatic_edges(tokens, expected)
         pytest.skip(device.why_no_pdl("cuda"))
     block = qwen3_block(torch.bfloat16).cuda()
     x = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16)
-    on, out = captured_edges(torch.compile(block, backend="moepdl"), x)
+    on, out = captured_edges(torch.compile(block, backend="moepdl", options={"require_match": True}), x)
     assert sum(edge.programmatic for edge in on) == expected
     torch._dynamo.reset()
-    off, twin = captured_edges(torch.compile(block, backend="moepdl", options={"pdl": "off"}), x)
+    off, twin = captured_edges(torch.compile(block, backend="moepdl", options={"pdl": "off", "require_match": True}), x)
     assert sum(edge.programmatic for edge in off) == 0
     assert torch.equal(out, twin)
 

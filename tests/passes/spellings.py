@@ -1,7 +1,8 @@
 """One MoE block written in many ways: every formulation in three or more spellings, and damaged copies of them.
 
-A spelling is a function (block, x [T, H]) -> y [T, H] over the parameters of `Block`. The damaged copies compute
-something else, in a way that is easily overlooked; each says at which step the finder must stop, and with which words.
+A spelling is a function (block, x [T, H], logits [T, E]) -> y [T, H] over the parameters of `Block`. The damaged copies
+compute something else, in a way that is easily overlooked; each says at which step the finder must stop, and with which
+words.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 E, K, H, I = 4, 2, 16, 8
 
-Spelling = Callable[[Any, Tensor], Any]
+Spelling = Callable[[Any, Tensor, Tensor], Any]
 
 
 class Expert(torch.nn.Module):
@@ -31,11 +32,16 @@ class Expert(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """The parameters of a block in every layout that a spelling may want."""
+    """The parameters of a block in every layout that a spelling may want.
 
-    def __init__(self, spelling: Spelling, dtype: torch.dtype = torch.float32) -> None:
+    `around(block, x, logits, y)` makes what the module returns of the block's result; by default the result itself.
+    """
+
+    def __init__(
+        self, spelling: Spelling, dtype: torch.dtype = torch.float32, around: Callable[..., Any] | None = None
+    ) -> None:
         super().__init__()
-        self.spelling = spelling
+        self.spelling, self.around = spelling, around
 
         def made(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.randn(*shape, dtype=dtype) * shape[-1] ** -0.5)
@@ -53,12 +59,14 @@ class Block(torch.nn.Module):
         self.shared = Expert(dtype)
 
     def forward(self, x: Tensor) -> Any:
-        return self.spelling(self, x)
+        logits = F.linear(x, self.router)
+        y = self.spelling(self, x, logits)
+        return y if self.around is None else self.around(self, x, logits, y)
 
 
-def choose(b: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+def choose(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """softmax in fp32, top-k, renormalised: the router of most spellings."""
-    weights, ids = torch.topk(torch.softmax(F.linear(x, b.router).float(), dim=-1), K, dim=-1)
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=-1)
     return (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids
 
 
@@ -69,8 +77,8 @@ def offsets_of(ids: Tensor) -> Tensor:
     return torch.cumsum(torch.bincount(ids.reshape(-1), minlength=E), 0, dtype=torch.int32)
 
 
-def grouped_index_add(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def grouped_index_add(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     perm = ids.flatten().argsort(stable=True)
     token = torch.div(perm, K, rounding_mode="floor")
     rows = x.index_select(0, token)
@@ -82,8 +90,8 @@ def grouped_index_add(b: Block, x: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, token, rows)
 
 
-def grouped_weighted_at_home(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def grouped_weighted_at_home(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     ordered, perm = ids.view(-1).sort(stable=True)
     counts = torch.histc(ordered.float(), bins=E, min=0, max=E - 1)
     offsets = counts.cumsum(dim=0).to(torch.int32)
@@ -93,8 +101,8 @@ def grouped_weighted_at_home(b: Block, x: Tensor) -> Tensor:
     return (rows * weights.unsqueeze(2)).sum(dim=-2)
 
 
-def grouped_descending(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def grouped_descending(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     perm = ids.flatten().argsort(stable=True, descending=True)
     rows = x[perm // K]
     offsets = offsets_of(E - 1 - ids)
@@ -103,8 +111,10 @@ def grouped_descending(b: Block, x: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, perm // K, rows * weights.flatten()[perm][:, None])
 
 
-def _grouped(b: Block, x: Tensor, *, k: int = K, counted=None, swap=False, home=None, scaled=False) -> Tensor:
-    weights, ids = choose(b, x)
+def _grouped(
+    b: Block, x: Tensor, logits: Tensor, *, k: int = K, counted=None, swap=False, home=None, scaled=False
+) -> Tensor:
+    weights, ids = choose(x, logits)
     perm = ids.flatten().argsort(stable=True)
     rows = x[perm // k]
     offsets = offsets_of(ids if counted is None else counted(ids))
@@ -122,8 +132,8 @@ def _grouped(b: Block, x: Tensor, *, k: int = K, counted=None, swap=False, home=
 # batched_mm
 
 
-def batched_transposed(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def batched_transposed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     flat = ids.flatten()
     rows = x[torch.arange(flat.shape[0]) // K]
     first = torch.matmul(rows.unsqueeze(1), b.gate_up_t.index_select(0, flat)).squeeze(1)
@@ -132,8 +142,8 @@ def batched_transposed(b: Block, x: Tensor) -> Tensor:
     return (rows * weights.view(-1, 1)).reshape(-1, K, H).sum(dim=1)
 
 
-def batched_einsum(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def batched_einsum(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     flat = ids.view(-1)
     rows = x.unsqueeze(1).expand(-1, K, -1).reshape(-1, H)
     gate = torch.einsum("sh,sih->si", rows, b.gate[flat])
@@ -142,9 +152,9 @@ def batched_einsum(b: Block, x: Tensor) -> Tensor:
     return torch.sum(input=(weights.flatten()[:, None] * rows).view(-1, K, H), dim=1, keepdim=False)
 
 
-def batched_clamped(b: Block, x: Tensor) -> Tensor:
+def batched_clamped(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     """transformers 5.17: ids clamped to 0 .. E-1, which changes nothing for a top-k over E scores."""
-    weights, ids = choose(b, x)
+    weights, ids = choose(x, logits)
     token = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand(-1, K).reshape(-1)
     flat = ids.reshape(-1).clamp(0, E - 1)
     first = torch.bmm(b.gate_up[flat], x[token].unsqueeze(-1)).squeeze(-1)
@@ -153,25 +163,27 @@ def batched_clamped(b: Block, x: Tensor) -> Tensor:
     return (rows * weights.reshape(-1).unsqueeze(-1)).view(-1, K, H).sum(dim=1).to(x.dtype)
 
 
-def batched_not_gated(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def batched_not_gated(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     flat = ids.reshape(-1)
     act = F.relu(torch.bmm(b.up[flat], x.repeat_interleave(K, 0).unsqueeze(-1))).square()
     rows = torch.bmm(b.down[flat], act).squeeze(-1) * weights.reshape(-1, 1)
     return rows.view(-1, K, H).sum(1)
 
 
-def batched_of_batch(b: Block, x: Tensor) -> Tensor:
+def batched_of_batch(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     """The router sees [B, S, H], so that ids and weights are [B, S, K]."""
-    weights, ids = choose(b, x.view(1, -1, H))
+    weights, ids = choose(x, logits.view(1, -1, E))
     flat = ids.reshape(-1)
     gate, up = torch.bmm(b.gate_up[flat], x.repeat_interleave(K, 0)[:, :, None]).squeeze(-1).chunk(2, -1)
     rows = torch.bmm(b.down[flat], (F.silu(gate) * up)[:, :, None]).squeeze(-1)
     return (rows * weights.reshape(-1)[:, None]).view(-1, K, H).sum(1)
 
 
-def _batched(b: Block, x: Tensor, *, repeat=None, second=None, scaled=False, ids=None, bias=False, dim=1) -> Tensor:
-    weights, chosen = choose(b, x)
+def _batched(
+    b: Block, x: Tensor, logits: Tensor, *, repeat=None, second=None, scaled=False, ids=None, bias=False, dim=1
+) -> Tensor:
+    weights, chosen = choose(x, logits)
     flat = chosen.reshape(-1) if ids is None else ids(chosen)
     rows = x.repeat_interleave(K, 0) if repeat is None else repeat(x)
     first = torch.bmm(b.gate_up[flat], rows.unsqueeze(-1)).squeeze(-1)
@@ -188,23 +200,23 @@ def _batched(b: Block, x: Tensor, *, repeat=None, second=None, scaled=False, ids
 # gather_einsum
 
 
-def einsum_bmm_sum(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def einsum_bmm_sum(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     gate, up = torch.einsum("bd,bknd->bkn", x, b.gate_up[ids]).chunk(2, dim=-1)
     rows = torch.einsum("bki,bkhi->bkh", up * F.silu(gate), b.down[ids])
     return torch.bmm(weights.unsqueeze(1), rows).squeeze(1)
 
 
-def einsum_matmul(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def einsum_matmul(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     gate = b.gate[ids] @ x[:, None, :, None]
     up = torch.matmul(b.up[ids], x.view(-1, 1, H, 1))
     rows = torch.matmul(b.down[ids], F.silu(gate) * up).squeeze(-1)
     return (rows * weights[..., None]).sum(-2)
 
 
-def einsum_transposed(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def einsum_transposed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     down = b.down_t[ids.view(-1)].view(-1, K, I, H)
     gate = torch.einsum("td, tkdi -> tki", x, b.gate_t[ids])
     up = torch.einsum("tkdi,tkd->tki", b.up[ids].transpose(-1, -2), x.unsqueeze(1).expand(-1, K, -1))
@@ -212,8 +224,10 @@ def einsum_transposed(b: Block, x: Tensor) -> Tensor:
     return torch.matmul(rows.transpose(1, 2), weights.unsqueeze(-1)).squeeze(-1)
 
 
-def _einsum(b: Block, x: Tensor, *, first="ti,taoi->tao", last="tai,ta->ti", down_ids=None, weigh=None) -> Tensor:
-    weights, ids = choose(b, x)
+def _einsum(
+    b: Block, x: Tensor, logits: Tensor, *, first="ti,taoi->tao", last="tai,ta->ti", down_ids=None, weigh=None
+) -> Tensor:
+    weights, ids = choose(x, logits)
     gate = F.silu(torch.einsum(first, x, b.gate[ids]))
     up = torch.einsum(first, x, b.up[ids])
     rows = torch.einsum("tao,taio->tai", gate * up, b.down[ids if down_ids is None else down_ids(ids)])
@@ -223,23 +237,22 @@ def _einsum(b: Block, x: Tensor, *, first="ti,taoi->tao", last="tai,ta->ti", dow
 # dense_bmm
 
 
-def kept_scores(b: Block, x: Tensor, fill: float = float("-inf"), largest: bool = True) -> Tensor:
+def kept_scores(logits: Tensor, fill: float = float("-inf"), largest: bool = True) -> Tensor:
     """Logits [T, E] of the chosen experts, `fill` elsewhere."""
-    logits = F.linear(x, b.router)
     values, ids = torch.topk(logits, K, dim=1, largest=largest)
     return torch.full_like(logits, fill).scatter(1, ids, values)
 
 
-def dense_softmax_output(b: Block, x: Tensor) -> Tensor:
-    scores = torch.softmax(kept_scores(b, x).float(), dim=-1).to(x.dtype)
+def dense_softmax_output(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    scores = torch.softmax(kept_scores(logits).float(), dim=-1).to(x.dtype)
     rows = x.unsqueeze(0).expand(E, -1, -1)
     gate, up = torch.bmm(rows, b.gate_up.transpose(1, 2)).chunk(2, dim=-1)
     rows = torch.bmm(F.silu(gate) * up, b.down.transpose(1, 2))
     return (rows * scores.t().unsqueeze(-1)).sum(dim=0)
 
 
-def dense_scattered_weights(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def dense_scattered_weights(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     scores = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter_(1, ids, weights)
     gate = torch.einsum("th,ehi->eti", x, b.gate_t)
     up = torch.einsum("th,ehi->eti", x, b.up_t)
@@ -247,15 +260,15 @@ def dense_scattered_weights(b: Block, x: Tensor) -> Tensor:
     return torch.einsum("eth,te->th", rows, scores)
 
 
-def dense_broadcast_input(b: Block, x: Tensor) -> Tensor:
-    scores = torch.sigmoid(kept_scores(b, x).float()).to(x.dtype)
+def dense_broadcast_input(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    scores = torch.sigmoid(kept_scores(logits).float()).to(x.dtype)
     rows = x[None] * scores.T[:, :, None]
     gate, up = torch.matmul(rows, b.gate_up_t).split(I, dim=-1)
     return torch.matmul(F.silu(gate) * up, b.down_t).sum(0)
 
 
-def _dense(b: Block, x: Tensor, *, scores=None, bias=False, repeat=None, dim=0) -> Tensor:
-    kept = torch.sigmoid(kept_scores(b, x).float()).to(x.dtype) if scores is None else scores(b, x)
+def _dense(b: Block, x: Tensor, logits: Tensor, *, scores=None, bias=False, repeat=None, dim=0) -> Tensor:
+    kept = torch.sigmoid(kept_scores(logits).float()).to(x.dtype) if scores is None else scores(logits)
     rows = x.repeat(E, 1) if repeat is None else repeat(x)
     rows = (rows * kept.transpose(0, 1).reshape(-1, 1)).view(E, -1, H)
     first = torch.bmm(rows, b.gate_up_t)
@@ -269,9 +282,9 @@ def _dense(b: Block, x: Tensor, *, scores=None, bias=False, repeat=None, dim=0) 
 # one_hot_loop
 
 
-def one_hot_packed(b: Block, x: Tensor) -> Tensor:
+def one_hot_packed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     """Packed weights, mask [E, T, K], index_select and functional index_add."""
-    weights, ids = choose(b, x)
+    weights, ids = choose(x, logits)
     result = torch.zeros(x.shape, dtype=x.dtype)
     masks = F.one_hot(ids, num_classes=E).permute(2, 0, 1)
     for e in range(E):
@@ -282,9 +295,9 @@ def one_hot_packed(b: Block, x: Tensor) -> Tensor:
     return result
 
 
-def one_hot_weighted_input(b: Block, x: Tensor) -> Tensor:
+def one_hot_weighted_input(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     """No permutation of the mask, the weight on the input, matrices stored [in, out]."""
-    weights, ids = choose(b, x)
+    weights, ids = choose(x, logits)
     result = torch.zeros_like(x)
     masks = F.one_hot(ids, E)
     for e in range(E):
@@ -295,8 +308,8 @@ def one_hot_weighted_input(b: Block, x: Tensor) -> Tensor:
     return result
 
 
-def one_hot_bool(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def one_hot_bool(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     result = x.new_zeros(x.shape)
     masks = F.one_hot(ids, num_classes=E).movedim(-1, 0).bool()
     for e in reversed(range(E)):
@@ -306,8 +319,19 @@ def one_hot_bool(b: Block, x: Tensor) -> Tensor:
     return result
 
 
-def _one_hot(b: Block, x: Tensor, *, experts=range(E), classes=E, swap=False, start=None, weigh=True, order=(2, 1, 0)):
-    weights, ids = choose(b, x)
+def _one_hot(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    *,
+    experts=range(E),
+    classes=E,
+    swap=False,
+    start=None,
+    weigh=True,
+    order=(2, 1, 0),
+):
+    weights, ids = choose(x, logits)
     result = torch.zeros_like(x) if start is None else start(x)
     masks = F.one_hot(ids, num_classes=classes).permute(*order)
     for e in experts:
@@ -322,8 +346,8 @@ def _one_hot(b: Block, x: Tensor, *, experts=range(E), classes=E, swap=False, st
 # where_loop
 
 
-def where_index_add(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def where_index_add(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     result = torch.zeros_like(x)
     for e, expert in enumerate(b.experts):
         token, choice = (ids == e).nonzero(as_tuple=True)
@@ -331,9 +355,9 @@ def where_index_add(b: Block, x: Tensor) -> Tensor:
     return result
 
 
-def where_unbound(b: Block, x: Tensor) -> Tensor:
+def where_unbound(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     """Packed weights unbound, nonzero as a matrix, out of order."""
-    weights, ids = choose(b, x)
+    weights, ids = choose(x, logits)
     result = torch.zeros_like(x)
     gates, ups, downs = b.gate.unbind(0), b.up.unbind(0), b.down.unbind(0)
     for e in (2, 0, 3, 1):
@@ -344,8 +368,8 @@ def where_unbound(b: Block, x: Tensor) -> Tensor:
     return result
 
 
-def where_plain_relu(b: Block, x: Tensor) -> Tensor:
-    weights, ids = choose(b, x)
+def where_plain_relu(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
     result = torch.zeros_like(x)
     for e in range(E):
         token, choice = torch.where(ids == e)
@@ -354,8 +378,10 @@ def where_plain_relu(b: Block, x: Tensor) -> Tensor:
     return result
 
 
-def _where(b: Block, x: Tensor, *, experts=range(E), keep=False, shift=0, compute=None, where_of=None) -> Tensor:
-    weights, ids = choose(b, x)
+def _where(
+    b: Block, x: Tensor, logits: Tensor, *, experts=range(E), keep=False, shift=0, compute=None, where_of=None
+) -> Tensor:
+    weights, ids = choose(x, logits)
     result = torch.zeros_like(x)
     for e in experts:
         token, choice = torch.where((ids if where_of is None else where_of(ids)) == e)
@@ -405,19 +431,19 @@ def _bf16(name: str, spelling: Spelling, step: str, words: str) -> Damaged:
     return Damaged("grouped_mm", name, spelling, step, words, torch.bfloat16)
 
 
-def _plus_bias(b: Block, e: int) -> Spelling:
+def _plus_bias(b: Block, e: int) -> Callable[[Tensor], Tensor]:
     one, bias = b.experts[e], b.bias.repeat(H // E)
     return lambda x: F.linear(F.silu(one.w1(x)) * one.w3(x), one.w2.weight, bias)
 
 
-def _relu_expert(b: Block) -> Spelling:
+def _relu_expert(b: Block) -> Callable[[Tensor], Tensor]:
     one = b.experts[0]
     return lambda x: one.w2(F.relu(one.w1(x)) * one.w3(x))
 
 
-def _einsum_square(b: Block, x: Tensor) -> Tensor:
+def _einsum_square(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     """Sums over the dimension that it should make and keeps the other; square matrices, so that shapes do not tell."""
-    weights, ids = choose(b, x)
+    weights, ids = choose(x, logits)
     rows = x[:, :I]
     gate = torch.einsum("ti,taoi->tai", rows, b.gate[:, :, :I][ids])
     up = torch.einsum("ti,taoi->tao", rows, b.up[:, :, :I][ids])
@@ -427,121 +453,157 @@ def _einsum_square(b: Block, x: Tensor) -> Tensor:
 
 DAMAGED: tuple[Damaged, ...] = (
     _bf16("descending", grouped_descending, "order", "descending"),
-    _bf16("another_k", lambda b, x: _grouped(b, x, k=K + 1), "order", "perm // 3, but 2 experts a token"),
-    _bf16("other_counts", lambda b, x: _grouped(b, x, counted=lambda i: E - 1 - i), "offsets", "not of the sorted ids"),
-    _bf16("up_first", lambda b, x: _grouped(b, x, swap=True), "down", "up comes before gate"),
-    _bf16("not_inverted", lambda b, x: _grouped(b, x, home=lambda p: p), "home", "not the inverse"),
-    _bf16("other_inverse", lambda b, x: _grouped(b, x, home=lambda p: p.flip(0).argsort()), "home", "not the inverse"),
-    _bf16("scaled", lambda b, x: _grouped(b, x, scaled=True), "home", "mul"),
+    _bf16("another_k", lambda b, x, l: _grouped(b, x, l, k=K + 1), "order", "perm // 3, but 2 experts a token"),
+    _bf16(
+        "other_counts",
+        lambda b, x, l: _grouped(b, x, l, counted=lambda i: E - 1 - i),
+        "offsets",
+        "not of the sorted ids",
+    ),
+    _bf16("up_first", lambda b, x, l: _grouped(b, x, l, swap=True), "down", "up comes before gate"),
+    _bf16("not_inverted", lambda b, x, l: _grouped(b, x, l, home=lambda p: p), "home", "not the inverse"),
+    _bf16(
+        "other_inverse",
+        lambda b, x, l: _grouped(b, x, l, home=lambda p: p.flip(0).argsort()),
+        "home",
+        "not the inverse",
+    ),
+    _bf16("scaled", lambda b, x, l: _grouped(b, x, l, scaled=True), "home", "mul"),
     Damaged(
-        "batched_mm", "tiled", lambda b, x: _batched(b, x, repeat=lambda t: t.repeat(K, 1)), "dispatch", "pair order"
+        "batched_mm",
+        "tiled",
+        lambda b, x, l: _batched(b, x, l, repeat=lambda t: t.repeat(K, 1)),
+        "dispatch",
+        "pair order",
     ),
     Damaged(
         "batched_mm",
         "modulo",
-        lambda b, x: _batched(b, x, repeat=lambda t: t[torch.arange(t.shape[0] * K) % t.shape[0]]),
+        lambda b, x, l: _batched(b, x, l, repeat=lambda t: t[torch.arange(t.shape[0] * K) % t.shape[0]]),
         "dispatch",
         "remainder",
     ),
     Damaged(
         "batched_mm",
         "other_down",
-        lambda b, x: _batched(b, x, second=lambda f: f.view(-1, K).flip(1).flatten()),
+        lambda b, x, l: _batched(b, x, l, second=lambda f: f.view(-1, K).flip(1).flatten()),
         "activate",
         "other ids",
     ),
-    Damaged("batched_mm", "scaled", lambda b, x: _batched(b, x, scaled=True), "combine_pairs", "mul"),
-    Damaged("batched_mm", "bias", lambda b, x: _batched(b, x, bias=True), "activate", "add"),
-    Damaged("batched_mm", "other_sum", lambda b, x: _batched(b, x, dim=0), "combine_pairs", "[T, k, H]"),
+    Damaged("batched_mm", "scaled", lambda b, x, l: _batched(b, x, l, scaled=True), "combine_pairs", "mul"),
+    Damaged("batched_mm", "bias", lambda b, x, l: _batched(b, x, l, bias=True), "activate", "add"),
+    Damaged("batched_mm", "other_sum", lambda b, x, l: _batched(b, x, l, dim=0), "combine_pairs", "[T, k, H]"),
     Damaged(
         "batched_mm",
         "clamped_ids",
-        lambda b, x: _batched(b, x, ids=lambda i: (i + 1).reshape(-1).clamp(0, E - 1)),
+        lambda b, x, l: _batched(b, x, l, ids=lambda i: (i + 1).reshape(-1).clamp(0, E - 1)),
         "select",
         "nothing shows",
     ),
     Damaged(
         "batched_mm",
         "clamped_short",
-        lambda b, x: _batched(b, x, ids=lambda i: i.reshape(-1).clamp(0, E - 2)),
+        lambda b, x, l: _batched(b, x, l, ids=lambda i: i.reshape(-1).clamp(0, E - 2)),
         "select",
         "clamped to",
     ),
-    Damaged("gather_einsum", "other_letter", lambda b, x: _einsum_square(b, x), "activate", "does not contract"),
+    Damaged("gather_einsum", "other_letter", lambda b, x, l: _einsum_square(b, x, l), "activate", "does not contract"),
     Damaged(
-        "gather_einsum", "other_down", lambda b, x: _einsum(b, x, down_ids=lambda i: i.flip(1)), "activate", "other ids"
+        "gather_einsum",
+        "other_down",
+        lambda b, x, l: _einsum(b, x, l, down_ids=lambda i: i.flip(1)),
+        "activate",
+        "other ids",
     ),
     Damaged(
         "gather_einsum",
         "token_weight",
-        lambda b, x: _einsum(b, x, weigh=lambda r, w: (r * w[:, :1, None]).sum(1)),
+        lambda b, x, l: _einsum(b, x, l, weigh=lambda r, w: (r * w[:, :1, None]).sum(1)),
         "combine_pairs",
         "one number a row",
     ),
     Damaged(
-        "gather_einsum", "sum_over_h", lambda b, x: _einsum(b, x, last="tai,ta->ta"), "combine_pairs", "not over k"
+        "gather_einsum",
+        "sum_over_h",
+        lambda b, x, l: _einsum(b, x, l, last="tai,ta->ta"),
+        "combine_pairs",
+        "not over k",
     ),
     Damaged(
         "gather_einsum",
         "maximum",
-        lambda b, x: _einsum(b, x, weigh=lambda r, w: (r * w[..., None]).amax(1)),
+        lambda b, x, l: _einsum(b, x, l, weigh=lambda r, w: (r * w[..., None]).amax(1)),
         "combine_pairs",
         "amax",
     ),
     Damaged(
         "dense_bmm",
         "fill_zero",
-        lambda b, x: _dense(b, x, scores=lambda b, x: torch.sigmoid(kept_scores(b, x, 0.0))),
+        lambda b, x, l: _dense(b, x, l, scores=lambda l: torch.sigmoid(kept_scores(l, 0.0))),
         "choose",
         "another fill",
     ),
     Damaged(
         "dense_bmm",
         "no_choice",
-        lambda b, x: _dense(b, x, scores=lambda b, x: torch.sigmoid(F.linear(x, b.router))),
+        lambda b, x, l: _dense(b, x, l, scores=lambda l: torch.sigmoid(l)),
         "choose",
         "no top-k chose",
     ),
     Damaged(
         "dense_bmm",
         "smallest",
-        lambda b, x: _dense(b, x, scores=lambda b, x: torch.sigmoid(kept_scores(b, x, largest=False))),
+        lambda b, x, l: _dense(b, x, l, scores=lambda l: torch.sigmoid(kept_scores(l, largest=False))),
         "choose",
         "smallest",
     ),
-    Damaged("dense_bmm", "bias", lambda b, x: _dense(b, x, bias=True), "activate", "add"),
+    Damaged("dense_bmm", "bias", lambda b, x, l: _dense(b, x, l, bias=True), "activate", "add"),
     Damaged(
         "none",
         "tokens_first",
-        lambda b, x: _dense(b, x, repeat=lambda t: t.repeat_interleave(E, 0)),
+        lambda b, x, l: _dense(b, x, l, repeat=lambda t: t.repeat_interleave(E, 0)),
         "anchor",
         "no matmul with expert weights",
     ),
-    Damaged("dense_bmm", "sum_over_tokens", lambda b, x: _dense(b, x, dim=1), "sum_experts", "not over"),
+    Damaged("dense_bmm", "sum_over_tokens", lambda b, x, l: _dense(b, x, l, dim=1), "sum_experts", "not over"),
     Damaged(
         "dense_bmm",
         "into_ones",
-        lambda b, x: _dense(b, x, scores=lambda b, x: kept_scores(b, x, 1.0)),
+        lambda b, x, l: _dense(b, x, l, scores=lambda l: kept_scores(l, 1.0)),
         "choose",
         "something else than zeros",
     ),
-    Damaged("one_hot_loop", "missing", lambda b, x: _one_hot(b, x, experts=(0, 1, 3)), "masks", "expert 2 of 4"),
-    Damaged("one_hot_loop", "twice", lambda b, x: _one_hot(b, x, experts=(0, 1, 2, 3, 1)), "masks", "expert 1 picks"),
-    Damaged("one_hot_loop", "extra_class", lambda b, x: _one_hot(b, x, classes=E + 1), "masks", "expert 4 of 5"),
+    Damaged("one_hot_loop", "missing", lambda b, x, l: _one_hot(b, x, l, experts=(0, 1, 3)), "masks", "expert 2 of 4"),
     Damaged(
-        "one_hot_loop", "from_x", lambda b, x: _one_hot(b, x, start=lambda t: t.clone()), "accumulate", "not to zeros"
+        "one_hot_loop", "twice", lambda b, x, l: _one_hot(b, x, l, experts=(0, 1, 2, 3, 1)), "masks", "expert 1 picks"
     ),
-    Damaged("one_hot_loop", "not_weighted", lambda b, x: _one_hot(b, x, weigh=False), "compute", "never weighted"),
-    Damaged("one_hot_loop", "weights_swapped", lambda b, x: _one_hot(b, x[:K], swap=True), "weigh", "not w[t, j]"),
-    Damaged("where_loop", "missing", lambda b, x: _where(b, x, experts=(0, 2, 3)), "comparisons", "expert 1 of 4"),
-    Damaged("where_loop", "missing_last", lambda b, x: _where(b, x, experts=(0, 1, 2)), "comparisons", "expert 3 of 4"),
-    Damaged("where_loop", "replaces", lambda b, x: _where(b, x, keep=True), "accumulate", "replaces rows"),
-    Damaged("where_loop", "neighbour", lambda b, x: _where(b, x, shift=1), "compute", "other tokens"),
-    Damaged("where_loop", "bias", lambda b, x: _where(b, x, compute=_plus_bias), "compute", "bias"),
+    Damaged("one_hot_loop", "extra_class", lambda b, x, l: _one_hot(b, x, l, classes=E + 1), "masks", "expert 4 of 5"),
+    Damaged(
+        "one_hot_loop",
+        "from_x",
+        lambda b, x, l: _one_hot(b, x, l, start=lambda t: t.clone()),
+        "accumulate",
+        "not to zeros",
+    ),
+    Damaged(
+        "one_hot_loop", "not_weighted", lambda b, x, l: _one_hot(b, x, l, weigh=False), "compute", "never weighted"
+    ),
+    Damaged(
+        "one_hot_loop", "weights_swapped", lambda b, x, l: _one_hot(b, x[:K], l[:K], swap=True), "weigh", "not w[t, j]"
+    ),
+    Damaged(
+        "where_loop", "missing", lambda b, x, l: _where(b, x, l, experts=(0, 2, 3)), "comparisons", "expert 1 of 4"
+    ),
+    Damaged(
+        "where_loop", "missing_last", lambda b, x, l: _where(b, x, l, experts=(0, 1, 2)), "comparisons", "expert 3 of 4"
+    ),
+    Damaged("where_loop", "replaces", lambda b, x, l: _where(b, x, l, keep=True), "accumulate", "replaces rows"),
+    Damaged("where_loop", "neighbour", lambda b, x, l: _where(b, x, l, shift=1), "compute", "other tokens"),
+    Damaged("where_loop", "bias", lambda b, x, l: _where(b, x, l, compute=_plus_bias), "compute", "bias"),
     Damaged(
         "where_loop",
         "mixed",
-        lambda b, x: _where(b, x, compute=lambda b, e: b.experts[e] if e else _relu_expert(b)),
+        lambda b, x, l: _where(b, x, l, compute=lambda b, e: b.experts[e] if e else _relu_expert(b)),
         "compute",
         "differ in activation",
     ),

@@ -1,0 +1,116 @@
+"""The accuracy rule: error against float64 at most 1.5 times eager's own, plus a little, relative to the norm.
+
+The float64 run is the same module with eager's choice of experts: what a top-k picks is not rounding. Casts that the
+module writes out (`.float()`, `softmax(dtype=)`) are passed over in it, or it would not be float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moe_compiler.backend import last_reports, moepdl
+from moe_compiler.report import Report
+
+SLACK = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Choices(TorchFunctionMode):
+    """Notes the ids of every top-k, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            self.ids.append(result[1])
+        return result
+
+
+class _Double(TorchFunctionMode):
+    """Runs in float64 what asks for less, and lets every top-k choose what was noted."""
+
+    def __init__(self, ids: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.ids = list(ids)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if kwargs.get("dtype") in _FLOATS:
+            kwargs["dtype"] = torch.float64
+        if double and (func is Tensor.float or (func is Tensor.to and args[1] in _FLOATS)):
+            return args[0]
+        if func in (torch.topk, Tensor.topk):
+            ids = self.ids.pop(0)
+            return torch.return_types.topk((args[0].gather(kwargs.get("dim", -1), ids), ids))
+        if func is torch._grouped_mm:
+            return _grouped(args[0], args[1], kwargs["offs"])
+        return func(*args, **kwargs)
+
+
+def _grouped(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    ends = offs.tolist()
+    return torch.cat([rows[a:b] @ w for a, b, w in zip([0, *ends], ends, weights, strict=False)])
+
+
+def _run(module: Callable[..., Any], leaves: list[Tensor], x: Tensor, tangents: list[Tensor] | None) -> list[Tensor]:
+    """Outputs and gradients of the leaves, flat; a leaf without a gradient gives zeros."""
+    out = module(x)
+    outputs = [t for t in (out if isinstance(out, tuple) else (out,)) if t.dtype.is_floating_point]
+    if tangents is None:
+        return [t.detach() for t in outputs]
+    grads = torch.autograd.grad(
+        outputs, leaves, [t.to(o.dtype) for t, o in zip(tangents, outputs, strict=True)], allow_unused=True
+    )
+    return [t.detach() for t in outputs] + [
+        torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)
+    ]
+
+
+def raised_agrees(
+    module: torch.nn.Module,
+    x: Tensor,
+    *,
+    compiled: Callable[..., Any] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    slack: float | None = None,
+) -> Report:
+    """Compile `module` with the backend and hold outputs and gradients to the accuracy rule -> the report."""
+    if compiled is None:
+        compiled = compile_eager(module)
+    x = x.detach().requires_grad_()
+    leaves = [x, *module.parameters()]
+    with context(), _Choices() as choices:
+        shapes = [t.shape for t in _run(module, leaves, x, None)]
+    tangents = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    with context():
+        eager = _run(module, leaves, x, tangents)
+        ours = _run(compiled, leaves, x, tangents)
+    double = copy.deepcopy(module).double()
+    wide = x.detach().double().requires_grad_()
+    with _Double(choices.ids):
+        exact = _run(double, [wide, *double.parameters()], wide, tangents)
+    allowed = SLACK[x.dtype] if slack is None else slack
+    for index, (reference, plain, mine) in enumerate(zip(exact, eager, ours, strict=True)):
+        assert mine.dtype == plain.dtype and mine.shape == plain.shape
+        error, own = (mine.double() - reference).norm(), (plain.double() - reference).norm()
+        bound = 1.5 * own + allowed * reference.norm() + 1e-12
+        assert error <= bound, f"result {index}: error {error:.2e}, eager's own {own:.2e}, norm {reference.norm():.2e}"
+    return last_reports()[-1]
+
+
+def compile_eager(module: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """torch.compile with the backend, whole graph, without Inductor."""
+    dynamic = options.pop("dynamic", None)
+    settings = {"remainder": "eager", **options}
+    return torch.compile(module, backend=moepdl, fullgraph=True, dynamic=dynamic, options=settings)
