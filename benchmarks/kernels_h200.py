@@ -284,59 +284,21 @@ def host_time(call: Any, calls: int = 20) -> float:
     return sorted(times[5:])[calls // 2]
 
 
-# What --sweep tries, by stage and by rows an expert: (rows, cols, depth, warps, stages, group, swap, tma, halves).
-_SMALL = (
-    (64, 128, 4, 3),
-    (64, 128, 4, 4),
-    (32, 256, 4, 3),
-    (64, 256, 4, 2),
-    (128, 64, 4, 4),
-    (128, 128, 4, 3),
-    (64, 64, 4, 5),
-)
+# What --sweep tries, by stage and by rows an expert, in the order of the fields of Tile.
+_SMALL = ((64, 128, 4, 3), (64, 128, 4, 4), (32, 256, 4, 3), (64, 256, 4, 2), (128, 64, 4, 4), (128, 128, 4, 3))
 _MIDDLE = ((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 4), (64, 128, 4, 3), (128, 64, 8, 4))
+_TWO_PROGRAMS = ((192, 64, 8, 2, 128), (192, 32, 8, 4, 128), (192, 32, 8, 5, 128), (128, 64, 8, 3, 128))
 _LARGE = {
-    "gate_up": ((128, 64, 8, 4), (64, 64, 8, 4), (64, 64, 4, 4), (128, 32, 8, 6), (64, 128, 8, 3)),
-    "down": ((256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 3), (256, 32, 8, 6), (128, 128, 8, 3)),
-    "grad_act": ((256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 3), (128, 64, 8, 3)),
+    "gate_up": ((128, 64, 8, 4, None), (64, 64, 8, 4, None), (64, 64, 4, 4, None), (128, 32, 8, 6, None)),
+    "down": (*_TWO_PROGRAMS, (192, 64, 8, 3, None), (256, 64, 8, 4, None), (256, 32, 8, 6, None)),
 }
 _FEW = {
-    "gate_up_few": (
-        (2, 2048, 4),
-        (4, 1024, 4),
-        (4, 2048, 8),
-        (2, 1024, 2),
-        (8, 512, 4),
-        (16, 256, 4),
-        (1, 2048, 2),
-        (4, 512, 2),
-    ),
-    "down_few": (
-        (4, 1024, 4),
-        (2, 1024, 4),
-        (8, 1024, 8),
-        (8, 512, 4),
-        (16, 256, 4),
-        (8, 256, 2),
-        (32, 256, 8),
-        (4, 256, 2),
-    ),
+    "gate_up_few": ((1, 2048, 2), (2, 2048, 4), (4, 1024, 4), (2, 1024, 2), (8, 512, 4), (16, 256, 4)),
+    "down_few": ((4, 1024, 4), (2, 1024, 4), (8, 512, 4), (16, 256, 4), (8, 256, 2), (4, 256, 2)),
 }
-_GRADS = (
-    (128, 128, 64, 4, 3),
-    (128, 128, 64, 4, 4),
-    (128, 128, 128, 4, 2),
-    (128, 256, 64, 8, 4),
-    (256, 128, 64, 8, 4),
-    (128, 128, 32, 4, 5),
-)
-_GRADS_SMALL = (
-    (64, 128, 16, 4, 2),
-    (128, 128, 16, 4, 2),
-    (128, 128, 32, 4, 2),
-    (128, 128, 32, 8, 2),
-    (64, 128, 32, 4, 2),
-)
+_GRADS = ((128, 32, 4, 5), (128, 32, 4, 7), (192, 32, 4, 5), (192, 32, 4, 6), (192, 32, 4, 7), (192, 32, 8, 5))
+_GRADS = (*_GRADS, (192, 32, 8, 6), (192, 32, 8, 7), (192, 64, 4, 2), (192, 64, 8, 2), (192, 64, 8, 4), (192, 64, 4, 4))
+_GRADS_SMALL = ((64, 128, 16, 4, 2), (128, 128, 16, 4, 2), (128, 128, 32, 4, 2), (128, 128, 32, 4, 3))
 
 
 def candidates(name: str, mean_rows: int) -> list[Tile]:
@@ -344,8 +306,7 @@ def candidates(name: str, mean_rows: int) -> list[Tile]:
     if name in _FEW:
         return [Tile(1, *tail, stages) for tail in _FEW[name] for stages in (1, 3)]
     if name in ("grad_down", "grad_gate_up"):
-        tails = _GRADS if mean_rows > 64 else _GRADS_SMALL
-        return [Tile(*tail, group) for tail in tails for group in ((4, 16) if mean_rows > 64 else (8,))]
+        return [Tile(128, *tail, 4) for tail in _GRADS] if mean_rows > 64 else [Tile(*t, 8) for t in _GRADS_SMALL]
     result = []
     if mean_rows <= 32:
         rows = (16,) if mean_rows <= 8 else (16, 32) if mean_rows < 32 else (32, 64)
@@ -354,8 +315,8 @@ def candidates(name: str, mean_rows: int) -> list[Tile]:
         tails = [(64, *tail, 1) for tail in _MIDDLE]
         result += [Tile(*tail, swap, True, half) for tail in tails for swap in (False, True) for half in (False, True)]
     if mean_rows >= 64:
-        for tail in _LARGE.get(name, _LARGE["down"]):
-            result += [Tile(128, *tail, group, False, True, half) for group in (1, 8) for half in (False, True)]
+        for *tail, registers in _LARGE.get(name, _LARGE["down"]):
+            result += [Tile(128, *tail, group, False, True, True, registers) for group in (1, 8)]
     return result
 
 

@@ -51,9 +51,9 @@ def moepdl(
             _analyse(compilation, raised, example_inputs)
         if settings.dryrun and settings.remainder == "eager":
             return _told(compilation, module.forward)
-        compiled = compilation.compile(module, example_inputs, raised=False)
+        compiled = compilation.compile(module, example_inputs)
     else:
-        compiled = compilation.compile(raised, example_inputs, raised=True)
+        compiled = compilation.compile(raised, example_inputs, original=module)
     return _told(compilation, compiled)
 
 

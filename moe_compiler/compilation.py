@@ -153,8 +153,14 @@ class Compilation:
 
     # The remainder
 
-    def compile(self, module: GraphModule, example_inputs: Sequence[Any], *, raised: bool) -> Callable[..., Any]:
-        """Hand a graph on: to Inductor with phase B as its pass, or to AOTAutograd alone with remainder="eager"."""
+    def compile(
+        self, module: GraphModule, example_inputs: Sequence[Any], *, original: GraphModule | None = None
+    ) -> Callable[..., Any]:
+        """Hand a graph on: to Inductor with phase B as its pass, or to AOTAutograd alone with remainder="eager".
+
+        original: the graph that `module` was raised from, None when it was not raised.
+        """
+        raised = original is not None
         if raised:
             self._store = ReportStore(module, example_inputs, self.options)
             training = torch.is_grad_enabled() and any(
@@ -176,9 +182,9 @@ class Compilation:
         if raised and "forward" in self.report.phases_pending:
             self.report.phases_pending.remove("forward")
             self.report.notes.append("Inductor ran no pass after autograd: each block is one operator, without chains")
-        return self._guarded(compiled, module) if raised else compiled
+        return self._guarded(compiled, original) if original is not None else compiled
 
-    def _guarded(self, compiled: Callable[..., Any], module: GraphModule) -> Callable[..., Any]:
+    def _guarded(self, compiled: Callable[..., Any], original: GraphModule) -> Callable[..., Any]:
         """Name the kernel when one fails at run time; with on_error="fallback" run the graph's own operators then."""
         failed = False
 
@@ -193,7 +199,7 @@ class Compilation:
                         raise found from error
                     self.failed(found)
                     failed = True
-            return module(*arguments)
+            return original(*arguments)
 
         return run
 

@@ -21,6 +21,7 @@ from moe_compiler.aliasing import alias_root, aliases_argument, mutated_argument
 from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
+from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import match_router
 from moe_compiler.passes.formulations.walk import dtype_of, is_cast, is_op, shape_of, strip_casts
@@ -36,6 +37,7 @@ def _operands(match: Match) -> list[Node]:
     return found
 
 
+_MATMULS = ("_grouped_mm", "grouped_mm_fallback", "addmm", "addbmm", "baddbmm")
 # Only the shape, dtype and device of the argument are read.
 _READS_NO_VALUES = (
     "zeros_like",
@@ -90,13 +92,21 @@ def _leads_somewhere(node: Node, inside: frozenset[Node]) -> bool:
     return False
 
 
+def _is_matmul(node: Node) -> bool:
+    return contraction(node) is not None or op_name(node) in _MATMULS
+
+
 def _check_closed(match: Match, inside: frozenset[Node], order: dict[Node, int]) -> None:
-    """No value that depends on tokens, routing weights or expert weights may be read outside, but the output."""
-    dependent = set(_operands(match)) - {match.ids_TK}
+    """What the experts' matmuls compute may not be read outside, but for the output.
+
+    It would be right, since whatever is still read stays in the graph, but the matmuls would run twice. What is before
+    them (tokens in another order, masks, counts) may have any users.
+    """
+    computed: set[Node] = set()
     for node in sorted(inside, key=order.__getitem__):
-        if not any(source in dependent for source in _read_by(node)):
+        if not _is_matmul(node) and not any(source in computed for source in _read_by(node)):
             continue
-        dependent.add(node)
+        computed.add(node)
         if node is match.output:
             continue
         for user in node.users:

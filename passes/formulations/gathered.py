@@ -30,6 +30,7 @@ from moe_compiler.passes.formulations.walk import (
     is_op,
     require,
     same_shape,
+    same_value,
     shape_of,
     strip_ids,
     swaps_last_two,
@@ -132,7 +133,11 @@ def _product(b: Bindings, node: Node, what: str) -> tuple[Product, Gather]:
     product = match_product(node, lambda operand: _gather(operand) is not None, what)
     gather = _gather(product.weight)
     assert gather is not None
-    require(strip_ids(gather.index) is strip_ids(b.index), f"the {what} weights are gathered by other ids", gather.node)
+    require(
+        same_value(strip_ids(gather.index), strip_ids(b.index)),
+        f"the {what} weights are gathered by other ids",
+        gather.node,
+    )
     experts = shape_of(gather.packed)[0]
     require(experts == b.experts, f"{experts} {what} weights, but {b.experts} down weights", gather.node)
     require(

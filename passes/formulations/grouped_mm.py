@@ -36,6 +36,7 @@ from moe_compiler.passes.formulations.walk import (
     item_of,
     require,
     same_size,
+    same_value,
     shape_of,
     strip,
     strip_ids,
@@ -209,7 +210,7 @@ def _weights_at_pairs(b: Bindings, node: Node) -> Node:
         node,
     )
     index = node.args[1][0] if is_op(node, "index") else node.args[2]
-    require(strip_views(index) is b.perm, "the routing weights are gathered by another index than perm", node)
+    require(same_value(strip_views(index), b.perm), "the routing weights are gathered by another index than perm", node)
     return match_weights(node.args[0], b.ids, node)
 
 
@@ -252,7 +253,7 @@ def home(b: Bindings) -> None:
             step,
         )
         require(
-            step.args[1] == 0 and strip_views(step.args[2]) is b.token,
+            step.args[1] == 0 and same_value(strip_views(step.args[2]), b.token),
             "rows are added at another index than perm // k",
             step,
         )

@@ -31,6 +31,7 @@ __all__ = [
     "require",
     "same_shape",
     "same_size",
+    "same_value",
     "shape_of",
     "strip",
     "strip_casts",
@@ -48,6 +49,22 @@ VIEWS = frozenset(
     {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "clone", "alias"}
 )
 CASTS = frozenset({"to", "_to_copy", "type_as"})
+# Called twice they give two values: random numbers, and memory that nobody has written yet.
+_NEW_VALUES = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "randint",
+    "bernoulli",
+    "dropout",
+    "multinomial",
+    "randperm",
+    "normal",
+)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -208,6 +225,21 @@ def matrix_behind(node: Node, shape: tuple[sympy.Expr, ...], through: Callable[[
             return None
         node = node.args[0]
     return node
+
+
+def same_value(a: object, b: object, depth: int = 6) -> bool:
+    """Do two arguments hold the same value: one node, or the same pure operator on the same values, written twice?"""
+    if isinstance(a, Node) and isinstance(b, Node):
+        if a is b:
+            return True
+        pure = a.op == b.op == "call_function" and not a.is_impure() and a.target is b.target
+        if not pure or depth == 0 or is_op(a, *_NEW_VALUES) or a.kwargs.keys() != b.kwargs.keys():
+            return False
+        pairs = [*zip(a.args, b.args, strict=False), *((a.kwargs[key], b.kwargs[key]) for key in a.kwargs)]
+        return len(a.args) == len(b.args) and all(same_value(x, y, depth - 1) for x, y in pairs)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same_value(x, y, depth) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and a == b
 
 
 def producer(node: object, reason: str) -> Node:

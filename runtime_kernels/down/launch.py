@@ -30,11 +30,11 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
         return Tile(16, 128, 128, stages=3, tma=True)
     if mean_rows <= 24:
         return Tile(32, 128, 128, stages=3, tma=True)
-    if mean_rows <= 64:
+    if mean_rows <= 48:
         return Tile(64, 128, 64, stages=4, tma=True)
     if capability(device) < 90:
         return Tile(128, 128, 64, warps=8, stages=3, group=8)
-    return Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True)
+    return Tile(128, 192, 32, warps=8, stages=5, group=8, tma=True, halves=True, registers=128)
 
 
 def scatter_product(
@@ -133,10 +133,10 @@ def down_few(
     tokens, hidden = y.shape
     size = act.shape[1]
     if tile is None:
-        # One token: narrow programs, or the device is not filled.
-        depth = min(1024 if tokens == 1 else 256, power_of_two(size))
-        short = ids.shape[1] * size <= 32 * depth
-        tile = Tile(1, max(4, 4096 // depth), depth, stages=1 if tokens == 1 and short else 3)
+        # With a token or two, narrow programs, or the device is not filled; and a short loop is unrolled.
+        depth = min(1024 if tokens <= 2 else 256, power_of_two(size))
+        unrolled = tokens <= 2 and ids.shape[1] * size <= 32 * depth
+        tile = Tile(1, max(4, 4096 // depth), depth, stages=1 if unrolled else 3)
     constants = {
         "ID_T": ids.stride(0),
         "ID_K": ids.stride(1),

@@ -28,13 +28,12 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
     if mean_rows <= 12:
         return Tile(16, 64, 128, stages=3, swap=True, tma=True)
     if mean_rows <= 24:
-        return Tile(32, 64, 128, stages=3, swap=True, tma=True)
-    if mean_rows <= 64:
-        return Tile(64, 64, 64, stages=3, swap=True, tma=True)
+        return Tile(32, 64, 128, stages=3, tma=True)
+    if mean_rows <= 48:
+        return Tile(64, 64, 64, stages=3, swap=True, tma=True, halves=True)
     if capability(device) < 90:
         return Tile(128, 64, 64, warps=8, stages=3, group=8)
-    # Many tiles an expert share its matrices; with one or two there is nothing to share.
-    return Tile(128, 128, 64, warps=8, stages=4, group=8 if mean_rows >= 256 else 1, tma=True, halves=True)
+    return Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True, halves=True)
 
 
 def split_up(gate: list[Any], up: list[Any], gated: bool) -> tuple[Matrix, Matrix, int]:
@@ -140,9 +139,9 @@ def gate_up_few(
     pairs, size = act.shape
     hidden = x.shape[1]
     if tile is None:
-        # About 4096 elements a load, whole rows where they are that short, and the loop unrolled where it is short.
+        # About 2048 elements of gate at once, whole rows where they are that short; a long loop is pipelined instead.
         depth = min(2048, power_of_two(hidden))
-        tile = Tile(1, max(2, 4096 // depth), depth, stages=1 if hidden <= 8 * depth else 3)
+        tile = Tile(1, 2048 // depth, depth, warps=2, stages=1 if hidden <= 8 * depth else 3)
     constants = {
         "X_ROW": x.stride(0),
         "ID_T": ids.stride(0),

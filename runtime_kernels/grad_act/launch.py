@@ -28,11 +28,11 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
         return Tile(16, 128, 128, stages=3, tma=True)
     if mean_rows <= 24:
         return Tile(32, 128, 128, stages=3, tma=True)
-    if mean_rows <= 64:
-        return Tile(64, 128, 64, stages=3, tma=True)
+    if mean_rows <= 48:
+        return Tile(64, 64, 64, stages=3, tma=True)
     if capability(device) < 90:
         return Tile(128, 128, 64, warps=8, stages=3, group=8)
-    return Tile(128, 256, 64, warps=8, stages=4, group=1, tma=True, halves=True)
+    return Tile(128, 192, 32, warps=8, stages=5, group=8, tma=True, halves=True, registers=128)
 
 
 def grad_act(

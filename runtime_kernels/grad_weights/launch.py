@@ -22,10 +22,10 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
     if mean_rows <= 16:
         return Tile(64, 128, 16, warps=4, stages=2, group=8)
     if mean_rows <= 48:
-        return Tile(128, 128, 32, warps=8, stages=2, group=8)
+        return Tile(128, 128, 32, warps=4, stages=2, group=8)
     if capability(device) < 90:
         return Tile(128, 128, 32, warps=8, stages=3, group=8)
-    return Tile(128, 128, 64, warps=4, stages=3, group=16)
+    return Tile(128, 192, 32, warps=4, stages=6, group=4)
 
 
 def _grad(

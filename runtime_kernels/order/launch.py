@@ -28,8 +28,11 @@ def order(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, p
         order_count({"counts": counts}, ins, attrs, pdl=pdl)
         order_scatter(outs, {**ins, "counts": counts}, attrs, pdl=pdl)
         return
-    constants = dict(**_layout(ids), E=experts, BQ=8, BS=min(1024, power_of_two(pairs, 16)))
-    programs = -(-(pairs + experts + 1) // 8)
+    # One wave of programs: as many as stay on the device together.
+    queries = 8 if pairs <= 1024 else 16
+    width = min(8192 // queries, power_of_two(pairs, 16))
+    constants = {**_layout(ids), "E": experts, "BQ": queries, "BS": width}
+    programs = -(-(pairs + experts + 1) // queries)
     start(order_kernel, programs, (ids, outs["perm"], outs["starts"]), (pairs,), constants, pdl=pdl, stages=1)
 
 
@@ -37,7 +40,7 @@ def order_count(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any]
     """counts int32 [ceil(S / ORDER_BLOCK), E] from ids [T,k]."""
     ids, counts, experts = ins["ids"], outs["counts"], attrs["num_experts"]
     width = min(32, power_of_two(experts))
-    constants = dict(**_layout(ids), E=experts, BLOCK=ORDER_BLOCK, BE=width, BS=256)
+    constants = {**_layout(ids), "E": experts, "BLOCK": ORDER_BLOCK, "BE": width, "BS": 256}
     programs = counts.shape[0] * -(-experts // width)
     start(order_count_kernel, programs, (ids, counts), (ids.numel(),), constants, pdl=pdl, stages=1)
 

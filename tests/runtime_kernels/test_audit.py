@@ -27,6 +27,7 @@ DEVICE_KERNELS = tuple(name for name in names() if kernel(name).traits.min_arch 
 TILES = {
     "default": None,
     "tma": Tile(128, 64, 64, 8, 3, 8, False, True),
+    "halves": Tile(128, 64, 64, 8, 3, 8, False, True, True, 128),
     "swapped": Tile(16, 64, 64, 4, 3, 1, True, True),
 }
 TILED = ("gate_up", "down", "grad_act", "grad_pairs")
@@ -97,7 +98,9 @@ def test_every_kernel_waits_first(name: str) -> None:
     for start in _record(name, pdl=True):
         result = _audit(start)
         assert result.ok, f"{result.kernel}: {result.problems}"
-        assert (result.attribute, result.waits, result.triggers) == (True, 1, 1)
+        assert result.attribute
+        assert result.waits == 1
+        assert result.triggers >= 1  # one in each branch that ends the program
 
 
 @pytest.mark.slow

@@ -1,0 +1,269 @@
+"""Routers: which rules are raised, in how many spellings, and which stay with Inductor while the experts do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_compiler.testing import run_passes
+from tests.passes.numerics import raised_agrees
+from tests.passes.spellings import Block, E, H, I, K
+
+Router = Callable[[Block, Tensor], tuple[Tensor, Tensor]]
+
+
+def routed(router: Router) -> Block:
+    """A block whose experts are written as batched_mm, whatever the router."""
+
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = router(b, logits)
+        flat = ids.reshape(-1)
+        gate, up = torch.bmm(b.gate_up[flat], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        rows = torch.bmm(b.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (rows * weights.to(x.dtype).reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    return Block(spelling)
+
+
+def softmax_renormalized(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.topk(F.softmax(logits, dim=1, dtype=torch.float32), K, dim=-1)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    return weights, ids
+
+
+def softmax_renormalized_by_gather(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.float().softmax(-1)
+    ids = scores.topk(K, sorted=False).indices
+    weights = scores.gather(1, ids)
+    return weights / weights.sum(-1)[:, None], ids
+
+
+def softmax_renormalized_with_eps(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = torch.softmax(logits, -1)
+    ids = torch.topk(scores, k=K, dim=1)[1]
+    weights = torch.take_along_dim(scores, ids, dim=-1)
+    return torch.div(weights, torch.sum(weights, -1, True) + 1e-20) * 2.5, ids
+
+
+def softmax_plain(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(torch.special.softmax(logits.float(), dim=-1), K, dim=-1)
+
+
+def softmax_scaled(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.softmax(logits, dim=-1).topk(K, -1)
+    return weights * 16.0, ids.to(torch.int32)
+
+
+def softmax_after(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = torch.topk(logits, K)
+    return F.softmax(values, dim=1, dtype=torch.float).to(logits.dtype), ids
+
+
+def softmax_after_gather(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    ids = logits.topk(K, dim=-1, sorted=False).indices
+    return torch.softmax(logits.gather(-1, ids).float(), dim=-1), ids
+
+
+def sigmoid_after(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = torch.topk(logits, K, dim=1)
+    return torch.sigmoid(values.float()), ids
+
+
+def sigmoid_before(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid()
+    weights, ids = torch.topk(scores, K, dim=-1)
+    return weights / (weights.sum(dim=-1, keepdim=True) + 1e-9) * 1.5, ids
+
+
+def raw(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(logits, K, dim=-1)
+
+
+RULES: dict[str, tuple[Router, str]] = {
+    "renormalized": (softmax_renormalized, "R1/R2 softmax, top-k, renormalise"),
+    "renormalized_by_gather": (softmax_renormalized_by_gather, "R1/R2 softmax, top-k, renormalise"),
+    "renormalized_with_eps": (softmax_renormalized_with_eps, "R1/R2 softmax, top-k, renormalise"),
+    "plain": (softmax_plain, "R3 softmax, top-k"),
+    "scaled": (softmax_scaled, "R3 softmax, top-k"),
+    "after": (softmax_after, "R4 top-k, softmax"),
+    "after_gather": (softmax_after_gather, "R4 top-k, softmax"),
+    "sigmoid_after": (sigmoid_after, "R7 top-k, sigmoid"),
+    "sigmoid_before": (sigmoid_before, "sigmoid before top-k"),
+    "raw": (raw, "none before top-k"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_raised_and_agrees(name):
+    router, rule = RULES[name]
+    report = raised_agrees(routed(router), torch.randn(37, H))
+    (match,) = report.matches
+    assert (match.router, match.router_why) == (rule, "")
+
+
+def test_the_attributes_of_a_router_are_those_of_the_source():
+    after, report = run_passes(
+        routed(softmax_renormalized_with_eps), ["canonicalize", "find_moe", "raise_moe"], torch.randn(5, H)
+    )
+    (route,) = after.graph.find_nodes(op="call_function", target=torch.ops.moepdl.route.default)
+    assert route.args[1:] == (K, "softmax", "before", True, 1e-20, 2.5, torch.float32, torch.float32)
+    assert not after.graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default)
+    (match,) = report.matches
+    assert {name: match.attributes[name] for name in ("renormalize", "eps", "scale")} == {
+        "renormalize": True,
+        "eps": 1e-20,
+        "scale": 2.5,
+    }
+
+
+def test_a_rounding_of_the_scores_before_the_choice_is_kept():
+    """Scores that are rounded before the top-k choose other experts than scores that are not."""
+
+    def narrowed(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.topk(torch.softmax(logits.float(), -1).to(torch.bfloat16), K, dim=-1)
+
+    after, _ = run_passes(routed(narrowed), ["canonicalize", "find_moe", "raise_moe"], torch.randn(5, H))
+    (route,) = after.graph.find_nodes(op="call_function", target=torch.ops.moepdl.route.default)
+    assert route.args[0].meta["val"].dtype == torch.bfloat16 and route.args[2] == "none"
+
+
+# Rules that are not raised
+
+
+def biased(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """R5/R6: a bias for the choice alone."""
+    scores = torch.sigmoid(logits.float())
+    ids = torch.topk(scores + b.bias, K, dim=-1, sorted=False)[1]
+    weights = scores.gather(1, ids)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, ids
+
+
+def grouped(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Two groups of experts, of which the better one may be chosen from."""
+    scores = torch.sigmoid(logits)
+    best = scores.view(-1, 2, E // 2).sum(-1).topk(1, dim=-1).indices
+    mask = torch.zeros(logits.shape[0], 2).scatter(1, best, 1.0).unsqueeze(-1).expand(-1, -1, E // 2)
+    ids = scores.masked_fill(mask.reshape(-1, E) == 0, float("-inf")).topk(K, dim=-1).indices
+    return scores.gather(1, ids), ids
+
+
+def clamped(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=0.5), ids
+
+
+def normalized_by_length(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)
+    return F.normalize(weights, p=2.0, dim=-1), ids
+
+
+def over_tokens(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(torch.softmax(logits, dim=0), K, dim=-1)
+
+
+def smallest(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(torch.softmax(logits, dim=-1), K, dim=-1, largest=False)
+
+
+def per_expert_scale(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.topk(torch.softmax(logits, dim=-1), K, dim=-1)
+    return weights * b.bias[ids], ids
+
+
+def by_sorting(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    ids = logits.argsort(dim=-1, descending=True)[:, :K]
+    return torch.softmax(logits.gather(1, ids), dim=-1), ids
+
+
+def by_table(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """R10: experts by a hash, without a choice."""
+    ids = (torch.arange(logits.shape[0])[:, None] * 7 + torch.arange(K)) % E
+    return torch.softmax(logits, -1).gather(1, ids), ids
+
+
+def divided_by_another(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = torch.softmax(logits, -1)
+    weights, ids = torch.topk(scores, K, dim=-1)
+    return weights / scores.sum(-1, keepdim=True), ids
+
+
+def written_into(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores change between the softmax and the choice, through another name."""
+    scores = torch.softmax(logits, -1)
+    alias = scores.view(-1)
+    scores.mul_(b.bias.abs())
+    weights, ids = torch.topk(scores, K, dim=-1)
+    return weights + 0 * alias.view(-1, E)[:, :K], ids
+
+
+STAYS: dict[str, tuple[Router, str]] = {
+    "biased": (biased, "other scores than they are weighted with"),
+    "grouped": (grouped, "other scores than they are weighted with"),
+    "clamped": (clamped, "something else than their own sum"),
+    "normalized_by_length": (normalized_by_length, "something else than their own sum"),
+    "over_tokens": (over_tokens, "softmax over another dimension"),
+    "smallest": (smallest, "top-k takes the smallest"),
+    "per_expert_scale": (per_expert_scale, "not from the top-k's scores"),
+    "by_sorting": (by_sorting, "do not come from a top-k"),
+    "by_table": (by_table, "do not come from a top-k"),
+    "divided_by_another": (divided_by_another, "something else than their own sum"),
+    "written_into": (written_into, ""),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_another_rule_stays_and_the_experts_are_raised_all_the_same(name):
+    router, words = STAYS[name]
+    report = raised_agrees(routed(router), torch.randn(37, H))
+    (match,) = report.matches
+    assert match.formulation == "batched_mm" and match.router is None
+    assert words in match.router_why and match.router_why
+
+
+def test_an_unsorted_choice_whose_values_have_further_users_stays():
+    """Their order is the top-k's own; raised ids would be in another."""
+
+    def both(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1, sorted=False)
+        b_used = values.cumsum(-1)
+        return values + 0 * b_used, ids
+
+    def returning(b: Block, x: Tensor, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        values, _ = torch.topk(torch.softmax(logits, -1), K, dim=-1, sorted=False)
+        return y, values
+
+    module = routed(both)
+    _, report = run_passes(module, ["canonicalize", "find_moe", "raise_moe"], torch.randn(5, H))
+    assert report.matches[0].router is None
+    module = routed(softmax_renormalized_by_gather)
+    module.around = returning
+    assert raised_agrees(module, torch.randn(19, H)).matches[0].router is not None
+
+
+def test_a_router_in_a_region_of_its_own_is_raised_only_when_whole():
+    """The softmax under another autocast state than the division of its result: the experts alone are raised."""
+
+    def split(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)
+        return weights / weights.sum(-1, keepdim=True), ids
+
+    _, report = run_passes(routed(split), ["canonicalize", "find_moe", "raise_moe"], torch.randn(5, H))
+    (match,) = report.matches
+    assert match.router is None and "two autocast or grad-mode regions" in match.router_why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_router_of_any_dtype_agrees(dtype):
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)  # in the logits' own dtype
+        gate, up = torch.einsum("th,tkih->tki", x, b.gate_up[ids]).split([I, I], -1)
+        rows = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, b.down[ids])
+        return torch.einsum("tkh,tk->th", rows, weights)
+
+    report = raised_agrees(Block(spelling, dtype), torch.randn(37, H, dtype=dtype))
+    assert report.matches[0].attributes["score_dtype"] == str(dtype).removeprefix("torch.")
