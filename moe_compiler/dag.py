@@ -37,8 +37,8 @@ def _storages(node: Node) -> set[object]:
 
 def build_dag(graph: Graph) -> nx.DiGraph:
     """The DAG over the calls of a graph. Node attribute: none; edge attribute: `kind`. Raises on a cycle."""
-    dag = nx.DiGraph()
     calls = [node for node in graph.nodes if node.op == "call_function"]
+    dag = nx.DiGraph(order=calls, position={node: index for index, node in enumerate(calls)})
     dag.add_nodes_from(calls)
     readers: dict[object, list[Node]] = {}
     writers: dict[object, Node] = {}
@@ -71,12 +71,24 @@ def build_dag(graph: Graph) -> nx.DiGraph:
 
 
 def convex(dag: nx.DiGraph, nodes: Iterable[Node]) -> bool:
-    """Can these nodes become one call: is nobody outside between two of them? Their getitem nodes count as inside."""
+    """Can these nodes become one call: is nobody outside between two of them? Their getitem nodes count as inside.
+
+    Looks only at what stands between the first and the last of them: a graph's order is one of its DAG's.
+    """
     group = set(nodes)
     group |= {user for node in group for user in node.users if user in dag and op_name(user) == "getitem"}
-    after = set().union(*(nx.descendants(dag, node) for node in group)) - group
-    before = set().union(*(nx.ancestors(dag, node) for node in group)) - group
-    return not after & before
+    order: list[Node] = dag.graph["order"]
+    position: dict[Node, int] = dag.graph["position"]
+    places = [position[node] for node in group]
+    behind: set[Node] = set()
+    for node in order[min(places) : max(places) + 1]:
+        before = dag.pred[node]
+        if node in group:
+            if any(source in behind for source in before):
+                return False
+        elif any(source in behind or source in group for source in before):
+            behind.add(node)
+    return True
 
 
 def neighbourhood(dag: nx.DiGraph, nodes: Iterable[Node]) -> nx.DiGraph:

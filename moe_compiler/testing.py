@@ -104,8 +104,9 @@ def run_passes(
 def assert_same_graph(actual: Graph | GraphModule, expected: Graph | GraphModule | Callable[..., Any]) -> None:
     """Raise AssertionError, with a unified diff of the canonical texts, unless both graphs compute the same.
 
-    expected: a graph, or a Python function of the same inputs in the same order (parameters first, as they are
-    captured), which is traced on the fake inputs of `actual`. It may call `torch.ops.moepdl` operators.
+    expected: a graph, or a Python function of the inputs of `actual` in their order (a captured graph has parameters,
+    tensors and symbolic sizes as inputs, in the order of their first use), which is traced on the fake values of these
+    inputs. It may call `torch.ops.moepdl` operators.
     """
     graph = _graph(actual)
     if isinstance(expected, (Graph, GraphModule)):

@@ -156,6 +156,17 @@ def _keep_in_region(match: Match, region: dict[Node, tuple[object, ...]]) -> Non
     match.spec = replace(match.spec, dtype=dtype_of(output))
 
 
+def _check_shape(match: Match) -> None:
+    """Raising gives the [T, H] result the source's shape again, with at most one size left to be inferred."""
+    shape = shape_of(match.output)
+    if len(shape) > 2 and sum(not size.is_Integer for size in shape) > 1:
+        raise Miss(
+            f"the result has {len(shape)} dimensions of which several are symbolic",
+            match.output,
+            "let the experts return [T, H] and reshape it afterwards",
+        )
+
+
 class _Writes:
     """Who writes into which memory: the in-place operators of a graph by the node that made the memory."""
 
@@ -261,7 +272,7 @@ def _record(best: Attempt, candidate: Node) -> MissRecord:
         where=user_line(candidate),
         formulation=best.formulation.name,
         steps_passed=best.passed,
-        steps_total=len(best.formulation.steps) + 1,
+        steps_total=len(best.formulation.steps) + 2,  # and finish, and whether the block is closed
         step=best.step,
         reason=miss.reason,
         node=miss.node.format_node() or miss.node.name if miss.node is not None else "",
@@ -284,9 +295,11 @@ def find_moe(graph: Graph, context: Context) -> int:
             if anchor in claimed:
                 continue
             result = attempt(formulation, graph, anchor)
+            candidate = _candidate(result.ids if result.ids is not None else anchor)
             if result.match is not None:
                 _keep_in_region(result.match, region)
                 try:
+                    _check_shape(result.match)
                     inside = _inside(result.match)
                     _check_closed(result.match, inside, order)
                     _check_region(inside, result.match.output, region, "the block")
@@ -299,10 +312,10 @@ def find_moe(graph: Graph, context: Context) -> int:
                     _sizes(result.match)
                     context.matches.append(result.match)
                     claimed |= inside
-                    failed.pop(_candidate(anchor), None)
-                    claimed |= {_candidate(anchor), _candidate(result.match.ids_TK)}
+                    failed.pop(candidate, None)
+                    claimed.add(candidate)
                     continue
-            failed.setdefault(_candidate(anchor), []).append(result)
+            failed.setdefault(candidate, []).append(result)
     for candidate, attempts in failed.items():
         if candidate in claimed or any(a.anchor in claimed for a in attempts):
             continue

@@ -135,7 +135,6 @@ def load_matrix(
     N: tl.constexpr,
     BK: tl.constexpr,
     BN: tl.constexpr,
-    WHOLE: tl.constexpr,
     STRIDE_K: tl.constexpr,
     STRIDE_N: tl.constexpr,
     WIDE: tl.constexpr,
@@ -143,8 +142,7 @@ def load_matrix(
 ):
     """The tile [BK, BN] at (k0, n0) of an expert's matrix seen as [K, N]; zero outside of it where it matters.
 
-    BOX == 0: `matrix` points to the expert's first element; WHOLE says that no tile passes N, WIDE that offsets inside
-    pass 32 bits.
+    BOX == 0: `matrix` points to the expert's first element; WIDE says that offsets inside pass 32 bits.
     BOX > 0: `matrix` is a tensor descriptor over the stored rows of all experts, BOX rows an expert, and the columns
     n of this matrix lie `shift` further. A tile may reach past N, in columns that are not stored; BK divides K then.
     """
@@ -162,7 +160,7 @@ def load_matrix(
         else:
             origin = matrix + k0 * STRIDE_K
             at = k[:, None] * STRIDE_K + n[None, :] * STRIDE_N
-        if K % BK == 0 and WHOLE:
+        if K % BK == 0 and N % BN == 0:
             tile = tl.load(origin + at)
         elif K % BK == 0:
             tile = tl.load(origin + at, mask=(n < N)[None, :], other=0.0)
@@ -205,11 +203,9 @@ def upright(acc, SWAP: tl.constexpr):
 @triton.jit
 def accumulate(
     acc,
-    acc2,
     rows,
     rows_ok,
     matrix,
-    matrix2,
     expert,
     depth,
     n0,
@@ -217,7 +213,6 @@ def accumulate(
     N: tl.constexpr,
     BK: tl.constexpr,
     BN: tl.constexpr,
-    BN2: tl.constexpr,
     STRIDE_K: tl.constexpr,
     STRIDE_N: tl.constexpr,
     WIDE: tl.constexpr,
@@ -226,16 +221,9 @@ def accumulate(
     PRECISION: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """acc and acc2 plus rows @ matrix over k in [0, depth), for the BN columns from n0 and the BN2 (may be 0) after them.
-
-    depth is K, or 0 for the rows of no expert. matrix2 is the same matrix; with tensor descriptors, in boxes of BN2.
-    """
-    WHOLE: tl.constexpr = N % (BN + BN2) == 0
+    """acc + rows @ matrix over k in [0, depth), where depth is K, or 0 for the rows of no expert."""
     for k0 in range(0, depth, BK):
         tile = load_rows(rows, rows_ok, k0 + tl.arange(0, BK), K, K % BK == 0, DTYPE)
-        block = load_matrix(matrix, expert, 0, k0, n0, K, N, BK, BN, WHOLE, STRIDE_K, STRIDE_N, WIDE, BOX)
+        block = load_matrix(matrix, expert, 0, k0, n0, K, N, BK, BN, STRIDE_K, STRIDE_N, WIDE, BOX)
         acc = multiply(tile, block, acc, SWAP, PRECISION)
-        if BN2 > 0:
-            block = load_matrix(matrix2, expert, 0, k0, n0 + BN, K, N, BK, BN2, WHOLE, STRIDE_K, STRIDE_N, WIDE, BOX)
-            acc2 = multiply(tile, block, acc2, SWAP, PRECISION)
-    return acc, acc2
+    return acc

@@ -40,7 +40,7 @@ class UnsupportedDtypeError(NotImplementedError):
 class Tile:
     """How a kernel divides its work and what each program gets.
 
-    rows, cols, depth   BM, BN, BK of the tile product; cols may be the sum of two powers of two (128 + 64)
+    rows, cols, depth   BM, BN, BK of the tile product
     warps, stages       warps a program, stages of the software pipeline
     group               row tiles that walk over the columns together
     swap                the matrix on the wide side of the tensor core (few rows)
@@ -59,12 +59,6 @@ class Tile:
     tma: bool = False
     halves: bool = False
     registers: int | None = None
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """`cols` as a power of two and the rest, which is 0 or a smaller power of two."""
-        first = 1 << (self.cols.bit_length() - 1)
-        return first, self.cols - first
 
 
 @dataclass(frozen=True)
@@ -177,7 +171,7 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
 
 
 @triton.jit
-def write_table_kernel(table, addresses, COUNT: tl.constexpr):
+def write_table_kernel(table: Any, addresses: Any, COUNT: tl.constexpr) -> None:
     """table[i] = addresses[i]; the addresses come by value."""
     for i in tl.static_range(COUNT):
         tl.store(table + i, addresses[i])

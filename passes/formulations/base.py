@@ -80,11 +80,15 @@ class Formulation:
 
 @dataclass
 class Attempt:
-    """What became of one formulation at one anchor: a match, or the step that failed and why."""
+    """What became of one formulation at one anchor: a match, or the step that failed and why.
+
+    ids: the choice of experts, when it was bound before the attempt failed; attempts at one choice belong together.
+    """
 
     formulation: Formulation
     anchor: Node
     passed: int
+    ids: Node | None = None
     match: Match | None = None
     step: str = ""
     miss: Miss | None = None
@@ -93,16 +97,19 @@ class Attempt:
 def attempt(formulation: Formulation, graph: Graph, anchor: Node) -> Attempt:
     """Run the steps of a formulation at an anchor."""
     bindings = Bindings(graph, anchor)
-    for passed, step in enumerate(formulation.steps):
-        try:
-            step(bindings)
-        except Miss as miss:
-            return Attempt(formulation, anchor, passed, step=step.__name__.lstrip("_"), miss=miss)
+    result = Attempt(formulation, anchor, 0)
     try:
-        match = formulation.finish(bindings)
+        for step in formulation.steps:
+            result.step = step.__name__
+            step(bindings)
+            result.passed += 1
+        result.step = "finish"
+        result.match = formulation.finish(bindings)
+        result.passed += 1
     except Miss as miss:
-        return Attempt(formulation, anchor, len(formulation.steps), step="finish", miss=miss)
-    return Attempt(formulation, anchor, len(formulation.steps) + 1, match=match)
+        result.miss = miss
+    result.ids = bindings.roles.get("ids")
+    return result
 
 
 def split_by_activation(activation: Activation, weight_of: Callable[[Node], Node]) -> tuple[tuple[Node, ...], ...]:

@@ -49,7 +49,7 @@ class BatchedExperts(torch.nn.Module):
         act_SI = torch.nn.functional.silu(gate) * up
         rows_SH = torch.bmm(self.down[flat_ids], act_SI.unsqueeze(-1)).squeeze(-1)
         rows_SH = rows_SH * weights.reshape(-1).unsqueeze(-1)
-        return rows_SH.view(x_TH.shape[0], self.top_k, -1).sum(dim=1).to(x_TH.dtype)
+        return rows_SH.view(x_TH.shape[0], self.top_k, x_TH.shape[1]).sum(dim=1).to(x_TH.dtype)
 
 
 def example(

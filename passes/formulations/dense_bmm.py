@@ -147,12 +147,20 @@ def _packed_product(node: Node) -> Product | None:
     return None
 
 
+def _has_bias(node: Node) -> bool:
+    """A first product with a bias: refused, but seen, so that the reason can be told."""
+    experts = _experts(node.args[2]) if is_op(node, "baddbmm") else None
+    return experts is not None and _rows(node.args[1], experts) is not None
+
+
 def anchors(graph: Graph) -> list[Node]:
     """Down projections of all experts at once: fed by a product of all tokens with all experts."""
     first: set[Node] = set()
     found: list[Node] = []
     for node in graph.nodes:
         if contraction(node) is None:
+            if _has_bias(node):
+                first.add(node)
             continue
         product = _packed_product(node)
         if product is not None and fed_by(product.rows, first):

@@ -107,9 +107,11 @@ def last_products(graph: Graph, *, pair_dims: int) -> list[Node]:
     products: set[Node] = set()
     for node in graph.nodes:
         read = _read_product(node)
+        # A product with a bias is refused, but seen, so that the reason can be told.
+        if read is not None or (is_op(node, "baddbmm") and any(_gather(n) is not None for n in node.args[1:3])):
+            products.add(node)
         if read is None:
             continue
-        products.add(node)
         product = read[0]
         if len(product.lead) == pair_dims and fed_by(product.rows, products):
             found.append(node)

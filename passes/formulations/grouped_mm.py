@@ -321,7 +321,7 @@ class GroupedExperts(torch.nn.Module):
         rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
         inverse = torch.empty_like(perm)
         inverse[perm] = torch.arange(perm.numel(), device=perm.device)
-        return rows[inverse].view(x_TH.shape[0], self.top_k, -1).sum(1).to(x_TH.dtype)
+        return rows[inverse].view(x_TH.shape[0], self.top_k, x_TH.shape[1]).sum(1).to(x_TH.dtype)
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

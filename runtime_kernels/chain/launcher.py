@@ -18,7 +18,9 @@ class KernelLaunchError(RuntimeError):
     """A kernel of a chain could not be compiled or launched; `kernel` is its name, the cause is chained."""
 
     def __init__(self, chain: str, variant: str, kernel: str, cause: BaseException) -> None:
-        super().__init__(f"chain {chain!r}, variant {variant!r}: kernel {kernel} failed: {type(cause).__name__}: {cause}")
+        super().__init__(
+            f"chain {chain!r}, variant {variant!r}: kernel {kernel} failed: {type(cause).__name__}: {cause}"
+        )
         self.kernel = kernel
         self.cause = cause
 

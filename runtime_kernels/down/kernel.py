@@ -30,7 +30,6 @@ def scatter_product_tile(
     perm,
     first_part,
     second_part,
-    narrow,
     pairs,
     expert,
     first,
@@ -53,7 +52,6 @@ def scatter_product_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BN2: tl.constexpr,
     BK: tl.constexpr,
     SWAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,34 +68,25 @@ def scatter_product_tile(
         matrix = first_part
     else:
         matrix = expert_matrix(first_part, safe, FIRST_E, TABLE, ALIGNED, DTYPE)
-    if narrow is None:
-        matrix2 = matrix
-    else:
-        matrix2 = narrow
     acc = zero_tile(BM, BN, SWAP)
-    acc2 = zero_tile(BM, BN2 if BN2 > 0 else 16, SWAP)
-    acc, acc2 = accumulate(
-        acc, acc2, rows, ok, matrix, matrix2, safe, depth, column,
-        K, N, BK, BN, BN2, FIRST_K, FIRST_N, WIDE, BOX, SWAP, PRECISION, DTYPE,
+    acc = accumulate(
+        acc, rows, ok, matrix, safe, depth, column,
+        K, N, BK, BN, FIRST_K, FIRST_N, WIDE, BOX, SWAP, PRECISION, DTYPE,
     )  # fmt: skip
     if PARTS == 2:
-        tl.static_assert(BN2 == 0, "two parts have one group of columns")
         if BOX > 0:
             matrix = second_part
         else:
             matrix = expert_matrix(second_part, safe, SECOND_E, TABLE, ALIGNED, DTYPE)
-        acc, acc2 = accumulate(
-            acc, acc2, rows + K, ok, matrix, matrix, safe, depth, column,
-            K, N, BK, BN, BN2, SECOND_K, SECOND_N, WIDE, BOX, SWAP, PRECISION, DTYPE,
+        acc = accumulate(
+            acc, rows + K, ok, matrix, safe, depth, column,
+            K, N, BK, BN, SECOND_K, SECOND_N, WIDE, BOX, SWAP, PRECISION, DTYPE,
         )  # fmt: skip
     pair = tl.load(perm + r, mask=ok, other=0)
     trigger(PDL)
-    out = pairs + pair.to(tl.int64)[:, None] * N
     n = column + tl.arange(0, BN)
-    tl.store(out + n[None, :], upright(acc, SWAP).to(DTYPE), mask=ok[:, None] & (n < N)[None, :])
-    if BN2 > 0:
-        n2 = column + BN + tl.arange(0, BN2)
-        tl.store(out + n2[None, :], upright(acc2, SWAP).to(DTYPE), mask=ok[:, None] & (n2 < N)[None, :])
+    at = pair.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(pairs + at, upright(acc, SWAP).to(DTYPE), mask=ok[:, None] & (n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
@@ -107,7 +96,6 @@ def scatter_product_kernel(
     starts,
     first_part,
     second_part,
-    narrow,
     pairs,
     S,
     slots,
@@ -129,7 +117,6 @@ def scatter_product_kernel(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BN2: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
@@ -138,27 +125,25 @@ def scatter_product_kernel(
 ):
     """pairs[perm[r]] = left[r, 0:K] @ first_e (+ left[r, K:2K] @ second_e when PARTS == 2), for row r of expert e.
 
-    The matrices are seen as [K, N]. A program owns BN + BN2 columns (powers of two; BN2 may be 0). `second_part`
-    is None when PARTS == 1; `narrow` is None, or a descriptor of the first part in boxes of BN2 columns. BOX and HALVES as
-    in `gate_up_kernel`.
+    The matrices are seen as [K, N]; `second_part` is None when PARTS == 1. BOX and HALVES as in `gate_up_kernel`.
     """
     wait(PDL)
-    WIDTH: tl.constexpr = (N + BN + BN2 - 1) // (BN + BN2)
+    WIDTH: tl.constexpr = (N + BN - 1) // BN
     slot, column = tile_of_program(tl.program_id(0), slots, WIDTH, GROUP)
     expert, first, end = expert_tile(starts, slot, S, E, E_POW2, BM)
     if end - first > (BM // 2 if HALVES else 0):
         scatter_product_tile(
-            left, perm, first_part, second_part, narrow, pairs, expert, first, end, column * (BN + BN2),
+            left, perm, first_part, second_part, pairs, expert, first, end, column * BN,
             E, K, N, PARTS, FIRST_E, SECOND_E, FIRST_K, FIRST_N, SECOND_K, SECOND_N, TABLE, ALIGNED, WIDE, BOX,
-            PRECISION, BM, BN, BN2, BK, SWAP, PDL,
+            PRECISION, BM, BN, BK, SWAP, PDL,
         )  # fmt: skip
     else:
         if HALVES:
             if first < end:
                 scatter_product_tile(
-                    left, perm, first_part, second_part, narrow, pairs, expert, first, end, column * (BN + BN2),
+                    left, perm, first_part, second_part, pairs, expert, first, end, column * BN,
                     E, K, N, PARTS, FIRST_E, SECOND_E, FIRST_K, FIRST_N, SECOND_K, SECOND_N, TABLE, ALIGNED, WIDE, BOX,
-                    PRECISION, BM // 2, BN, BN2, BK, SWAP, PDL,
+                    PRECISION, BM // 2, BN, BK, SWAP, PDL,
                 )  # fmt: skip
 
 

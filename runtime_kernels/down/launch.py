@@ -34,7 +34,7 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
         return Tile(64, 128, 64, stages=4, tma=True)
     if capability(device) < 90:
         return Tile(128, 128, 64, warps=8, stages=3, group=8)
-    return Tile(128, 192, 32, warps=8, stages=5, group=8, tma=True, halves=True, registers=128)
+    return Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True)
 
 
 def scatter_product(
@@ -54,16 +54,14 @@ def scatter_product(
     rows, columns = pairs.shape
     experts = starts.shape[0] - 1
     depth = left.shape[1] // len(parts)
-    wide, narrow = tile.columns
     boxes: list[Any] = []
     box_rows = 0
     if tile.tma and depth % tile.depth == 0:
-        # The parts in boxes of the first group of columns, then the first part in boxes of the second group.
-        for (tensors, what), width in [*((part, wide) for part in parts), *([(parts[0], narrow)] if narrow else [])]:
+        for tensors, what in parts:
             transposed = what.inner != 1
             stored_rows_run_over_k = inner == transposed
             box_rows = depth if stored_rows_run_over_k else columns
-            block = (tile.depth, width) if stored_rows_run_over_k else (width, tile.depth)
+            block = (tile.depth, tile.cols) if stored_rows_run_over_k else (tile.cols, tile.depth)
             boxes.append(box(tensors, what, box_rows, transposed, block))
         if None in boxes:
             boxes, box_rows = [], 0
@@ -71,7 +69,6 @@ def scatter_product(
     strides = [(m.inner, m.out) if inner else (m.out, m.inner) for m in (first, second)]
     matrices = boxes or [what.operand for _, what in parts]
     second_part = matrices[1] if len(parts) == 2 else None
-    narrow_box = boxes[-1] if boxes and narrow else None
     tiles = slots(rows, experts, tile.rows)
     constants = {
         "E": experts,
@@ -91,8 +88,7 @@ def scatter_product(
         "BOX": box_rows,
         "PRECISION": precision(pairs.dtype),
         "BM": tile.rows,
-        "BN": wide,
-        "BN2": narrow,
+        "BN": tile.cols,
         "BK": tile.depth,
         "GROUP": tile.group,
         "SWAP": tile.swap,
@@ -101,7 +97,7 @@ def scatter_product(
     start(
         scatter_product_kernel,
         tiles * -(-columns // tile.cols),
-        (left, perm, starts, matrices[0], second_part, narrow_box, pairs),
+        (left, perm, starts, matrices[0], second_part, pairs),
         (rows, tiles),
         constants,
         pdl=pdl,

@@ -91,13 +91,12 @@ def gate_up_tile(
             up_matrix = up
         else:
             up_matrix = expert_matrix(up, safe, UP_E, TABLE, ALIGNED, DTYPE)
-    WHOLE: tl.constexpr = INTER % BN == 0
     for k0 in range(0, depth, BK):
         tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
-        block = load_matrix(gate_matrix, safe, 0, k0, column, H, INTER, BK, BN, WHOLE, GATE_H, GATE_I, WIDE, BOX)
+        block = load_matrix(gate_matrix, safe, 0, k0, column, H, INTER, BK, BN, GATE_H, GATE_I, WIDE, BOX)
         gates = multiply(tile, block, gates, SWAP, PRECISION)
         if GATED:
-            block = load_matrix(up_matrix, safe, UP_SHIFT, k0, column, H, INTER, BK, BN, WHOLE, UP_H, UP_I, WIDE, BOX)
+            block = load_matrix(up_matrix, safe, UP_SHIFT, k0, column, H, INTER, BK, BN, UP_H, UP_I, WIDE, BOX)
             ups = multiply(tile, block, ups, SWAP, PRECISION)
     trigger(PDL)
     gates = upright(gates, SWAP)

@@ -117,7 +117,6 @@ def grad_act_tile(
     preact,
     perm,
     down,
-    narrow,
     grad_preact,
     act,
     sums,
@@ -143,19 +142,18 @@ def grad_act_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BN2: tl.constexpr,
     BK: tl.constexpr,
     SWAP: tl.constexpr,
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The tile of BM rows from `first` in the column-th group of columns of one expert; as `grad_act_kernel`."""
+    """The tile of BM rows from `first` in the column-th group of BN columns of one expert; as `grad_act_kernel`."""
     DTYPE: tl.constexpr = grad_preact.dtype.element_ty
     r = first + tl.arange(0, BM)
     ok = r < end
     pair = tl.load(perm + r, mask=ok, other=0)
     rows = grad_y + (pair // K).to(tl.int64) * Y_ROW
-    n0 = column * (BN + BN2)
+    n0 = column * BN
     # The rows of no expert skip the loop: their results are zero.
     depth = tl.where(expert < E, H, 0)
     safe = tl.minimum(expert, E - 1)
@@ -163,15 +161,10 @@ def grad_act_tile(
         matrix = down
     else:
         matrix = expert_matrix(down, safe, DOWN_E, TABLE, ALIGNED, DTYPE)
-    if narrow is None:
-        matrix2 = matrix
-    else:
-        matrix2 = narrow
     grad = zero_tile(BM, BN, SWAP)
-    grad2 = zero_tile(BM, BN2 if BN2 > 0 else 16, SWAP)
-    grad, grad2 = accumulate(
-        grad, grad2, rows, ok, matrix, matrix2, safe, depth, n0,
-        H, INTER, BK, BN, BN2, DOWN_H, DOWN_I, WIDE, BOX, SWAP, PRECISION, DTYPE,
+    grad = accumulate(
+        grad, rows, ok, matrix, safe, depth, n0,
+        H, INTER, BK, BN, DOWN_H, DOWN_I, WIDE, BOX, SWAP, PRECISION, DTYPE,
     )  # fmt: skip
     trigger(PDL)
     if weights is not None:
@@ -184,11 +177,6 @@ def grad_act_tile(
         upright(grad, SWAP), r, n0, ok, known, scale, preact, grad_preact, act,
         INTER, BM, BN, GATED, ACTIVATION, sums is not None, PIECES,
     )  # fmt: skip
-    if BN2 > 0:
-        part += finish(
-            upright(grad2, SWAP), r, n0 + BN, ok, known, scale, preact, grad_preact, act,
-            INTER, BM, BN2, GATED, ACTIVATION, sums is not None, PIECES // 2 if PIECES > 1 else 1,
-        )  # fmt: skip
     if sums is not None:
         tl.store(sums + column.to(tl.int64) * S + pair, part, mask=ok)
 
@@ -201,7 +189,6 @@ def grad_act_kernel(
     perm,
     starts,
     down,
-    narrow,
     grad_preact,
     act,
     sums,
@@ -225,7 +212,6 @@ def grad_act_kernel(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BN2: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
@@ -235,26 +221,25 @@ def grad_act_kernel(
 ):
     """grad_preact [S,N], act [S,I] times the weight unless None, sums [column tiles, S] in pair order unless None.
 
-    A program owns BN + BN2 columns (powers of two; BN2 may be 0). `narrow` is None, or a descriptor of `down` in boxes of
-    BN2 columns. BOX and HALVES as in `gate_up_kernel`.
+    BOX and HALVES as in `gate_up_kernel`; PIECES as in `finish`.
     """
     wait(PDL)
-    WIDTH: tl.constexpr = (INTER + BN + BN2 - 1) // (BN + BN2)
+    WIDTH: tl.constexpr = (INTER + BN - 1) // BN
     slot, column = tile_of_program(tl.program_id(0), slots, WIDTH, GROUP)
     expert, first, end = expert_tile(starts, slot, S, E, E_POW2, BM)
     if end - first > (BM // 2 if HALVES else 0):
         grad_act_tile(
-            grad_y, weights, preact, perm, down, narrow, grad_preact, act, sums, expert, first, end, column, S,
+            grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
             Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
-            BM, BN, BN2, BK, SWAP, PIECES, PDL,
+            BM, BN, BK, SWAP, PIECES, PDL,
         )  # fmt: skip
     else:
         if HALVES:
             if first < end:
                 grad_act_tile(
-                    grad_y, weights, preact, perm, down, narrow, grad_preact, act, sums, expert, first, end, column, S,
+                    grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
                     Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
-                    BM // 2, BN, BN2, BK, SWAP, PIECES, PDL,
+                    BM // 2, BN, BK, SWAP, PIECES, PDL,
                 )  # fmt: skip
 
 

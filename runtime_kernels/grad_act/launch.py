@@ -32,7 +32,7 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
         return Tile(64, 64, 64, stages=3, tma=True)
     if capability(device) < 90:
         return Tile(128, 128, 64, warps=8, stages=3, group=8)
-    return Tile(128, 192, 32, warps=8, stages=5, group=8, tma=True, halves=True, registers=128)
+    return Tile(128, 128, 64, warps=8, stages=3, tma=True, halves=True, registers=128)
 
 
 def grad_act(
@@ -56,17 +56,14 @@ def grad_act(
     sums = grad_weights
     if grad_weights is not None and columns > 1:
         sums = torch.empty((columns, pairs), dtype=torch.float32, device=grad_preact.device)
-    first, second = tile.columns
-    boxes, box_rows = [], 0
+    down_operand, box_rows = down.operand, 0
     if tile.tma and hidden % tile.depth == 0:
         transposed = down.inner != 1
-        box_rows = size if transposed else hidden
-        for width in (first, second) if second else (first,):
-            block = (width, tile.depth) if transposed else (tile.depth, width)
-            boxes.append(box(ins["down"], down, box_rows, transposed, block))
-        if None in boxes:
-            boxes, box_rows = [], 0
-    matrices = [*(boxes or [down.operand]), None][:2]
+        block = (tile.cols, tile.depth) if transposed else (tile.depth, tile.cols)
+        rows = size if transposed else hidden
+        descriptor = box(ins["down"], down, rows, transposed, block)
+        if descriptor is not None:
+            down_operand, box_rows = descriptor, rows
     tiles = slots(pairs, experts, tile.rows)
     constants = {
         "Y_ROW": grad_y.stride(0),
@@ -86,14 +83,13 @@ def grad_act(
         "ACTIVATION": attrs["activation"],
         "PRECISION": precision(dtype),
         "BM": tile.rows,
-        "BN": first,
-        "BN2": second,
+        "BN": tile.cols,
         "BK": tile.depth,
         "GROUP": tile.group,
         "SWAP": tile.swap,
         "HALVES": tile.halves,
         # About 32 columns at a time for a warp's rows keeps the epilogue in registers.
-        "PIECES": max(1, min(first // 32, tile.rows * first // tile.warps // 512)),
+        "PIECES": max(1, min(tile.cols // 32, tile.rows * tile.cols // tile.warps // 512)),
     }
     operands = (
         grad_y,
@@ -101,7 +97,7 @@ def grad_act(
         ins["preact"],
         ins["perm"],
         starts,
-        *matrices,
+        down_operand,
         grad_preact,
         act,
         sums,

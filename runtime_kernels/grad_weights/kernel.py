@@ -1,11 +1,9 @@
 """Device code of the gradients of the expert weights: per expert a product over its rows.
 
 One side of the product is kept in sorted row order ("ordered"), the other is gathered from token rows in the load
-("tokens"). A program owns a tile of one expert's gradient, BT columns of tokens by BO + BO2 columns of ordered, and runs
-over the rows of that expert. Experts without rows run no step and write zeros.
-
-Two programs fit a multiprocessor, so that one computes while the other starts or stores; with 128 x 192 accumulators each
-(BO2 = 64: tiles have powers of two) they read less per product than with 128 x 128.
+("tokens"). A program owns a tile of one expert's gradient, BT columns of tokens by BO columns of ordered, and runs over
+the rows of that expert. Experts without rows run no step and write zeros. The loops are short (an expert has few hundred
+rows), so tiles are small enough for several programs a multiprocessor: one computes while others start or store.
 """
 
 from __future__ import annotations
@@ -88,7 +86,6 @@ def grad_weights_kernel(
     PRECISION: tl.constexpr,
     BT: tl.constexpr,
     BO: tl.constexpr,
-    BO2: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
@@ -101,7 +98,7 @@ def grad_weights_kernel(
     """
     wait(PDL)
     HEIGHT: tl.constexpr = (T_SIZE + BT - 1) // BT
-    WIDTH: tl.constexpr = (O_SIZE + BO + BO2 - 1) // (BO + BO2)
+    WIDTH: tl.constexpr = (O_SIZE + BO - 1) // BO
     DTYPE: tl.constexpr = ordered.dtype.element_ty
     matrices = tl.program_id(0) // (HEIGHT * WIDTH)
     expert = matrices // PARTS
@@ -110,12 +107,8 @@ def grad_weights_kernel(
     begin = tl.load(starts + expert)
     end = tl.load(starts + expert + 1)
     t = row * BT + tl.arange(0, BT)
-    o = column * (BO + BO2) + tl.arange(0, BO)
+    o = column * BO + tl.arange(0, BO)
     acc = empty_product(BT, BO, TOKENS_FIRST)
-    if BO2 > 0:
-        o2 = column * (BO + BO2) + BO + tl.arange(0, BO2)
-        acc2 = empty_product(BT, BO2, TOKENS_FIRST)
-    WHOLE: tl.constexpr = O_SIZE % (BO + BO2) == 0
     for r0 in range(begin, end, BK):
         r = r0 + tl.arange(0, BK)
         ok = r < end
@@ -126,11 +119,8 @@ def grad_weights_kernel(
         if weights is not None:
             scale = tl.load(weights + pair, mask=ok, other=0.0).to(tl.float32)
             left = (left.to(tl.float32) * scale[:, None]).to(DTYPE)
-        right = load_rows(ordered_rows, ok, o, O_SIZE, WHOLE, DTYPE)
+        right = load_rows(ordered_rows, ok, o, O_SIZE, O_SIZE % BO == 0, DTYPE)
         acc = outer_product(left, right, acc, TOKENS_FIRST, PRECISION)
-        if BO2 > 0:
-            right2 = load_rows(ordered_rows, ok, o2, O_SIZE, WHOLE, DTYPE)
-            acc2 = outer_product(left, right2, acc2, TOKENS_FIRST, PRECISION)
     trigger(PDL)
     if PARTS == 2:
         if part == 1:
@@ -140,5 +130,3 @@ def grad_weights_kernel(
     else:
         out = expert_matrix(first_part, expert, PART_E, TABLE, ALIGNED, DTYPE)
     store_product(out, acc, t, o, T_SIZE, O_SIZE, STRIDE_T, STRIDE_O, WIDE, TOKENS_FIRST)
-    if BO2 > 0:
-        store_product(out, acc2, t, o2, T_SIZE, O_SIZE, STRIDE_T, STRIDE_O, WIDE, TOKENS_FIRST)

@@ -15,7 +15,7 @@ from moe_compiler.runtime_kernels.launching import Matrix, Tile, capability, mat
 def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
     """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py.
 
-    rows counts columns of the token side, cols those of the ordered side (a power of two, or two of them added), depth rows.
+    rows counts columns of the token side, cols those of the ordered side, depth the rows of a step.
     """
     if dtype is torch.float32:
         return Tile(32, 32, 32, stages=2)
@@ -25,7 +25,7 @@ def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Til
         return Tile(128, 128, 32, warps=4, stages=2, group=8)
     if capability(device) < 90:
         return Tile(128, 128, 32, warps=8, stages=3, group=8)
-    return Tile(128, 192, 32, warps=4, stages=6, group=4)
+    return Tile(128, 128, 32, warps=4, stages=5, group=4)
 
 
 def _grad(
@@ -46,7 +46,6 @@ def _grad(
     rows, columns = sizes
     token_size, ordered_size = (rows, columns) if tokens_first else (columns, rows)
     strides = (parts[0].out, parts[0].inner)
-    first, second = tile.columns
     constants = {
         "TOKEN_ROW": tokens.stride(0),
         "ORDERED_ROW": ordered.shape[1],
@@ -64,8 +63,7 @@ def _grad(
         "TOKENS_FIRST": tokens_first,
         "PRECISION": precision(ordered.dtype),
         "BT": tile.rows,
-        "BO": first,
-        "BO2": second,
+        "BO": tile.cols,
         "BK": tile.depth,
         "GROUP": tile.group,
     }

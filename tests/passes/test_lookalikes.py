@@ -131,10 +131,10 @@ def test_a_lookalike_runs_as_it_is():
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("dense_ensemble", "get the weight 0"),
+    ("dense_ensemble", "no top-k chose"),
     ("dense_with_bias", "bias"),
     ("auxiliary_loss", "no expert picks its tokens"),
-    ("adapters", "not an activation"),
+    ("adapters", "not a [T, K] choice"),
 ])  # fmt: skip
 def test_the_reason_says_what_is_different(name, words):
     module = Block(lambda b, x, logits: LOOKALIKES[name](b, x))

@@ -1,0 +1,108 @@
+"""The dependency DAG: edges by data and by storage, convexity, costs."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+import sympy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compiler.cost import stage_cost
+from moe_compiler.dag import build_dag, convex, neighbourhood, to_record, without_getitems
+from moe_compiler.passes.expand_stages import expand_stages
+from moe_compiler.pipeline import run_passes
+from tests.moe_compiler.graphs import E, H, I, K, context, forward_graph
+
+
+def traced(function, *shapes):
+    with FakeTensorMode():
+        return make_fx(function)(*[torch.empty(shape) for shape in shapes])
+
+
+def named(dag):
+    return {(a.name, b.name): data["kind"] for a, b, data in dag.edges(data=True)}
+
+
+def test_reads_and_writes_of_one_memory_are_ordered_through_views():
+    def function(x):
+        base = x + 1
+        view = base.view(-1)
+        read = base * 2
+        view.mul_(3)
+        again = base - 1
+        view.add_(1)
+        return read, again
+
+    dag = build_dag(traced(function, (2, 3)).graph)
+    kinds = named(dag)
+    assert kinds[("mul", "mul_")] == "war"
+    assert kinds[("mul_", "sub")] == "raw"
+    assert kinds[("sub", "add_")] == "war"
+    assert kinds[("mul_", "add_")] == "waw"
+    assert kinds[("add", "view")] == "raw"
+
+
+def test_stages_of_a_block_and_their_costs():
+    module = forward_graph()
+    run_passes(module, (expand_stages,), context())
+    record = to_record(build_dag(module.graph), "forward")
+    stages = {node["label"]: node for node in record.nodes if node["kind"] == "stage"}
+    assert list(stages) == ["route", "order", "gate_up", "down", "combine"]
+    tokens = sympy.Symbol("T", integer=True, positive=True)
+    flops = sympy.sympify(stages["gate_up"]["flops"], locals={"T": tokens})
+    assert flops == 2 * tokens * K * 2 * I * H
+    moved = sympy.sympify(stages["down"]["bytes"], locals={"T": tokens})
+    assert moved.subs(tokens, 10**6) == pytest.approx(10**6 * K * (I + H) * 2 + E * I * H * 2, rel=1e-6)
+    edges = {(edge["source"], edge["target"]) for edge in record.edges}
+    assert ("route", "order_default") in edges and ("gate_up_default", "down_default") in edges
+
+
+def test_the_cost_of_the_reference_shape_is_the_published_one():
+    sizes = {"k": 8, "E": 128, "H": 2048, "I": 768, "N": 1536, "w": 2}
+    tokens = sympy.Symbol("T", integer=True, positive=True)
+    first, second = stage_cost("gate_up", sizes), stage_cost("down", sizes)
+    assert (first.flops + second.flops).subs(tokens, 8192) == 6 * 8192 * 8 * 2048 * 768
+    weights = float((first.bytes + second.bytes).subs(tokens, 1))
+    assert weights == pytest.approx(8 * 3 * 2048 * 768 * 2, rel=0.01)
+
+
+@st.composite
+def graphs(draw):
+    """A random graph of additions, and a random subset of its nodes."""
+    graph = Graph()
+    values = [graph.placeholder("x")]
+    calls = []
+    for _ in range(draw(st.integers(2, 12))):
+        a, b = (draw(st.sampled_from(values)) for _ in range(2))
+        node = graph.call_function(torch.ops.aten.add.Tensor, (a, b))
+        values.append(node)
+        calls.append(node)
+    graph.output(tuple(calls))
+    return graph, draw(st.lists(st.sampled_from(calls), min_size=1, unique=True))
+
+
+@given(graphs())
+def test_convexity_is_no_path_out_and_back_in(drawn):
+    graph, group = drawn
+    dag = build_dag(graph)
+    outside = [node for node in dag if node not in group]
+    leaves = {n for n in outside if any(nx.has_path(dag, g, n) for g in group)}
+    returns = {n for n in outside if any(nx.has_path(dag, n, g) for g in group)}
+    assert convex(dag, group) == (not leaves & returns)
+
+
+@given(graphs())
+def test_graph_order_is_a_topological_order_and_nothing_is_lost(drawn):
+    graph, group = drawn
+    dag = build_dag(graph)
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    assert set(dag) == {node for node in graph.nodes if node.op == "call_function"}
+    assert all(position[a] < position[b] for a, b in dag.edges)
+    near = neighbourhood(dag, group)
+    assert set(group) <= set(near) and list(near) == sorted(near, key=position.__getitem__)
+    assert set(without_getitems(dag)) == set(dag)

@@ -1,0 +1,211 @@
+"""canonicalize: what becomes one spelling, and what must stay because somebody can see it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_compiler.testing import assert_same_graph, canonical_text, capture_graph, run_passes
+
+
+def after(function, *inputs, dynamic=None):
+    return run_passes(function, ["canonicalize"], *inputs, dynamic=dynamic)[0]
+
+
+def written(module) -> list[str]:
+    """The in-place operators of a graph."""
+    names = [node.target.__name__ for node in module.graph.nodes if node.op == "call_function"]
+    return [name for name in names if name.split(".")[0].endswith("_")]
+
+
+def test_private_writes_become_new_tensors():
+    def before(x: Tensor, token: Tensor) -> Tensor:
+        values, _ = torch.topk(x, 2, dim=-1)
+        values /= values.sum(-1, keepdim=True)
+        return torch.zeros_like(x).index_add_(0, token, x).add_(values.sum())
+
+    def expected(x: Tensor, token: Tensor) -> Tensor:
+        values, _ = torch.topk(x, 2, dim=-1)
+        values = values / values.sum(-1, keepdim=True)
+        return torch.zeros_like(x).index_add(0, token, x).add(values.sum())
+
+    inputs = torch.randn(3, 4), torch.tensor([2, 0, 1])
+    assert_same_graph(after(before, *inputs), expected)
+
+
+def test_casts_reshapes_and_slices_that_change_nothing_disappear():
+    def before(x: Tensor) -> Tensor:
+        y = x.to(x.dtype).reshape(x.shape).view(x.shape[0], -1)
+        return torch.relu(y[:, :, None].squeeze(-1)).float() + 1
+
+    def expected(x: Tensor) -> Tensor:
+        return torch.relu(x.unsqueeze(2).squeeze(-1)) + 1
+
+    for dynamic in (None, True):
+        assert_same_graph(after(before, torch.randn(3, 4), dynamic=dynamic), _sized(expected, dynamic))
+
+
+def _sized(function, dynamic):
+    """With symbolic sizes the sizes themselves are inputs of the graph, ahead of the tensor."""
+    return function if dynamic is None else lambda *inputs: function(inputs[-1])
+
+
+def test_a_slice_that_takes_something_away_stays():
+    def before(x: Tensor) -> Tensor:
+        return torch.relu(x[1:]) + torch.relu(x[::2]) + torch.relu(x[:2])
+
+    module = after(before, torch.randn(3, 4)[:3].repeat(1, 1)[:3])
+    kept = [node for node in module.graph.nodes if "slice" in str(node.target)]
+    assert len(kept) == 3
+
+
+def test_a_chain_of_private_writes_becomes_new_tensors_throughout():
+    def before(x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for row in range(3):
+            result.index_add_(0, torch.arange(row + 1), x[: row + 1])
+        return result
+
+    module = after(before, torch.randn(3, 4))
+    assert written(module) == []
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(module(x)[0], before(x))
+
+
+# What stays
+
+
+def test_a_write_into_an_input_stays():
+    def before(x: Tensor) -> Tensor:
+        x.mul_(2)
+        return x + 1
+
+    assert written(after(before, torch.randn(3, 4))) == ["mul_.Tensor"]
+
+
+def test_a_write_into_a_view_of_an_input_stays():
+    def before(x: Tensor) -> Tensor:
+        x.view(-1)[:2].zero_()
+        return x + 1
+
+    assert written(after(before, torch.randn(3, 4))) == ["zero_.default"]
+
+
+def test_a_write_that_another_name_shows_stays():
+    def before(x: Tensor) -> Tensor:
+        held = x * 2
+        alias = held.view(-1)
+        held.add_(1)
+        return alias.sum() + held
+
+    assert written(after(before, torch.randn(3, 4))) == ["add_.Tensor"]
+
+
+def test_a_write_through_a_view_that_its_base_shows_stays():
+    def before(x: Tensor) -> Tensor:
+        held = x * 2
+        held[0].add_(1)
+        return held.sum()
+
+    assert written(after(before, torch.randn(3, 4))) == ["add_.Tensor"]
+
+
+def test_a_write_that_keeps_a_narrower_dtype_stays():
+    """bf16 += fp32 keeps bf16; the operator that returns a new tensor would give fp32."""
+
+    def before(x: Tensor, wide: Tensor) -> Tensor:
+        held = x * 2
+        held += wide
+        return held
+
+    inputs = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(3, 4)
+    module = after(before, *inputs)
+    assert written(module) == ["add_.Tensor"]
+    assert module(*inputs)[0].dtype == torch.bfloat16
+
+
+def test_a_cast_of_memory_that_is_written_later_stays():
+    """x.float() of a float tensor is x itself: whoever writes into it writes into x."""
+
+    def before(x: Tensor) -> Tensor:
+        same = x.view(x.shape)
+        same.add_(1)
+        return x * 2
+
+    module, x = after(before, torch.randn(3, 4)), torch.randn(3, 4)
+    expected = (x + 1) * 2
+    torch.testing.assert_close(module(x.clone())[0], expected)
+
+
+def test_an_output_stays_a_node_of_its_own():
+    """Returning a view of an input is not returning the input."""
+
+    def before(x: Tensor) -> Tensor:
+        return x.view(x.shape)
+
+    module = after(before, torch.randn(3, 4))
+    assert [node.op for node in module.graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+def test_a_copying_cast_stays():
+    def before(x: Tensor) -> Tensor:
+        copied = x.to(torch.float32, copy=True)
+        return copied + 1
+
+    module = after(before, torch.randn(3, 4))
+    assert any("to" in str(node.target) for node in module.graph.nodes if node.op == "call_function")
+
+
+def test_zero_rewrites_leave_the_graph_as_it_is():
+    def before(x: Tensor) -> Tensor:
+        return torch.relu(x) @ x.t()
+
+    module = capture_graph(before, torch.randn(3, 4))
+    text = str(module.graph)
+    unchanged, report = run_passes(module, ["canonicalize"])
+    assert str(unchanged.graph) == text
+    assert report.passes[0].rewrites == 0 and report.status == "unchanged"
+
+
+# The comparison itself
+
+
+def test_graphs_are_compared_by_what_they_compute():
+    def one(x: Tensor, y: Tensor) -> Tensor:
+        a, b = torch.relu(x), torch.sigmoid(y)
+        return torch.add(a, b, alpha=1)
+
+    def other(x: Tensor, y: Tensor) -> Tensor:
+        _ = x * 3  # dead, but now x is the first input: Dynamo orders inputs by first use
+        b = torch.sigmoid(y)
+        return torch.relu(x) + b
+
+    inputs = torch.randn(3), torch.randn(3)
+    assert_same_graph(capture_graph(one, *inputs), capture_graph(other, *inputs))
+    assert_same_graph(capture_graph(one, *inputs), other)
+    assert canonical_text(capture_graph(one, *inputs)) == canonical_text(capture_graph(other, *inputs))
+
+
+def test_a_difference_is_shown_as_a_diff():
+    with pytest.raises(AssertionError, match=r"(?s)--- expected.*\+%1.*sigmoid"):
+        assert_same_graph(capture_graph(torch.sigmoid, torch.randn(3)), torch.relu)
+
+
+def test_the_order_of_a_read_and_a_write_is_a_difference():
+    def read_first(x: Tensor) -> Tensor:
+        held = x * 2
+        alias = held.view(-1)
+        before = alias.sum()
+        held.add_(1)
+        return before + held + alias.mean()
+
+    def write_first(x: Tensor) -> Tensor:
+        held = x * 2
+        alias = held.view(-1)
+        held.add_(1)
+        before = alias.sum()
+        return before + held + alias.mean()
+
+    with pytest.raises(AssertionError, match="after 1 writes"):
+        assert_same_graph(capture_graph(read_first, torch.randn(3)), write_first)
