@@ -22,6 +22,10 @@ from moe_compiler.report import DagRecord
 __all__ = ["build_dag", "convex", "neighbourhood", "stage_sizes", "to_record", "without_getitems"]
 
 
+# Operators that write their argument without reading what was there.
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
+
+
 def _storages(node: Node) -> set[object]:
     """What memory a node's value lives in: its fake storages, so views and in-place results share one."""
     found: set[object] = set()
@@ -47,7 +51,10 @@ def build_dag(graph: Graph) -> nx.DiGraph:
         for source in node.all_input_nodes:
             if source in dag:
                 dag.add_edge(source, node, kind="raw")
+        overwritten = mutated_arguments(node) if op_name(node) in _OVERWRITES else []
         for source in node.all_input_nodes:
+            if source in overwritten:
+                continue
             for storage in _storages(source):
                 if storage in writers and writers[storage] is not node and not dag.has_edge(writers[storage], node):
                     dag.add_edge(writers[storage], node, kind="raw")
