@@ -2,11 +2,11 @@
 
     python benchmarks/kernels_h200.py [--shape qwen3] [--tokens 1 8 128] [--sweep] [--workers 14]
 
-Times are microseconds in a CUDA graph of calls over rotating inputs, replay time over the number of calls, median of the
-replays: the calls of a graph follow each other, so the head of one may overlap the tail of the one before. Every chain is
-checked against a float32 run first. `floor` is the time that the bytes of the experts hit by these inputs, or the
-arithmetic, need at least. `--sweep` tries the tiles of TILES for every stage; compile them first in `--workers` processes.
-The numbers go to $OUT/kernels_h200.json when OUT is set. A short table comes last.
+Times are microseconds in a CUDA graph of calls over rotating inputs, replay time over the number of calls, median of
+the replays: the calls of a graph follow each other, so the head of one may overlap the tail of the one before. Every
+chain is checked against a float32 run first. `floor` is the time that the bytes of the experts hit by these inputs,
+or the arithmetic, need at least. `--sweep` tries the tiles of TILES for every stage; compile them first in
+`--workers` processes. The numbers go to $OUT/kernels_h200.json when OUT is set. A short table comes last.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ def build_dag(graph: Graph) -> nx.DiGraph:
     writers: dict[object, Node] = {}
     last_effect: Node | None = None
     for node in calls:
+        overwritten = mutated_arguments(node) if op_name(node) in _OVERWRITES else []
         for source in node.all_input_nodes:
             if source in dag:
-                dag.add_edge(source, node, kind="raw")
-        overwritten = mutated_arguments(node) if op_name(node) in _OVERWRITES else []
+                dag.add_edge(source, node, kind="waw" if source in overwritten else "raw")
         for source in node.all_input_nodes:
             if source in overwritten:
                 continue

@@ -116,7 +116,7 @@ def assert_same_graph(actual: Graph | GraphModule, expected: Graph | GraphModule
         mode = fake_mode_of_graph(graph)
         if mode is None:
             raise ValueError("the graph holds no fake tensors to trace the expected function with")
-        wanted = torch_private.make_fx_pre_dispatch(expected, mode, values).graph
+        wanted = torch_private.make_fx_pre_dispatch(lambda *inputs: expected(*inputs), mode, values).graph
     before, after = (canonical_text(item).splitlines(keepends=True) for item in (wanted, graph))
     if before != after:
         diff = difflib.unified_diff(before, after, "expected", "actual", n=4)

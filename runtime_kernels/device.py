@@ -1,12 +1,13 @@
-"""Device functions that several kernels share: the PDL pair, activations, where a tile and its expert lie, the tile product.
+"""Device functions that several kernels share: the PDL pair, activations, where a tile and its expert lie, the tile
+product.
 
 Every kernel that uses them follows one discipline, which `audit.py` checks in the compiled code:
 
     wait(PDL)        first statement, straight-line, before any access to memory and before any loop
     trigger(PDL)     after the wait, never before it
 
-Rows are sorted by expert: rows starts[e] .. starts[e+1] belong to expert e, and the rows past starts[E] are those of ids
-out of range. They form a last group, "expert" E, which multiplies with nothing, so its results are zero.
+Rows are sorted by expert: rows starts[e] .. starts[e+1] belong to expert e, and the rows past starts[E] are those of
+ids out of range. They form a last group, "expert" E, which multiplies with nothing, so its results are zero.
 """
 
 from __future__ import annotations

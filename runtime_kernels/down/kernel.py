@@ -1,7 +1,8 @@
 """Device code of the second expert matmul: rows sorted by expert in, rows in pair order out.
 
-`scatter_product_kernel`: a program owns BM sorted rows of one expert and BN columns of the hidden size; the store scatters row r to pair perm[r],
-so that the sum over a token's experts (combine) reads K neighbouring rows in a fixed order.
+`scatter_product_kernel`: a program owns BM sorted rows of one expert and BN columns of the hidden size; the store
+scatters row r to pair perm[r], so that the sum over a token's experts (combine) reads K neighbouring rows in a fixed
+order.
 
 `down_few_kernel`, for few tokens: a program owns BN columns of the hidden size of one token and runs over the token's K
 experts in order, so the sum needs no further kernel, no atomics, and has one order.

@@ -1,11 +1,11 @@
 """Device code of the first expert matmuls with the activation in the epilogue.
 
-`gate_up_kernel`: a program owns BM sorted rows of one expert and BN columns of the intermediate size. It keeps two accumulators, gate and
-up, over the same rows of x, which are gathered in the load (a row's token is perm[row] // k).
+`gate_up_kernel`: a program owns BM sorted rows of one expert and BN columns of the intermediate size. It keeps two
+accumulators, gate and up, over the same rows of x, which are gathered in the load (a row's token is perm[row] // k).
 
-`gate_up_few_kernel`, for few tokens: a program owns one (token, expert) pair and BN rows of gate and up. Nothing is sorted
-and no tensor core is used: with a row or two an expert the time is that of streaming the weights once, and a program's
-only dependent loads are the pair's expert id and its row of x.
+`gate_up_few_kernel`, for few tokens: a program owns one (token, expert) pair and BN rows of gate and up. Nothing is
+sorted and no tensor core is used: with a row or two an expert the time is that of streaming the weights once, and a
+program's only dependent loads are the pair's expert id and its row of x.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def gate_up_tile(
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
     BOX: tl.constexpr,
+    JOINED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -75,31 +76,40 @@ def gate_up_tile(
     # The rows of no expert skip the loop: their results are zero.
     depth = tl.where(expert < E, H, 0)
     safe = tl.minimum(expert, E - 1)
-    gates = zero_tile(BM, BN, SWAP)
-    ups = zero_tile(BM, BN, SWAP)
-    if BOX > 0:
-        gate_matrix = gate
+    if JOINED:
+        both = zero_tile(BM, 2 * BN, False)
+        for k0 in range(0, depth, BK):
+            tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
+            block = tl.reshape(gate.load([2 * safe, column, k0]), (2 * BN, BK))
+            both = multiply(tile, tl.trans(block), both, False, PRECISION)
+        gates, ups = tl.split(tl.permute(tl.reshape(both, (BM, 2, BN)), (0, 2, 1)))
     else:
-        gate_matrix = expert_matrix(gate, safe, GATE_E, TABLE, ALIGNED, DTYPE)
-    if up is None:
+        gates = zero_tile(BM, BN, SWAP)
+        ups = zero_tile(BM, BN, SWAP)
         if BOX > 0:
-            up_matrix = gate_matrix
+            gate_matrix = gate
         else:
-            up_matrix = gate_matrix + UP_SHIFT * UP_I
-    else:
-        if BOX > 0:
-            up_matrix = up
+            gate_matrix = expert_matrix(gate, safe, GATE_E, TABLE, ALIGNED, DTYPE)
+        if up is None:
+            if BOX > 0:
+                up_matrix = gate_matrix
+            else:
+                up_matrix = gate_matrix + UP_SHIFT * UP_I
         else:
-            up_matrix = expert_matrix(up, safe, UP_E, TABLE, ALIGNED, DTYPE)
-    for k0 in range(0, depth, BK):
-        tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
-        block = load_matrix(gate_matrix, safe, 0, k0, column, H, INTER, BK, BN, GATE_H, GATE_I, WIDE, BOX)
-        gates = multiply(tile, block, gates, SWAP, PRECISION)
-        if GATED:
-            block = load_matrix(up_matrix, safe, UP_SHIFT, k0, column, H, INTER, BK, BN, UP_H, UP_I, WIDE, BOX)
-            ups = multiply(tile, block, ups, SWAP, PRECISION)
+            if BOX > 0:
+                up_matrix = up
+            else:
+                up_matrix = expert_matrix(up, safe, UP_E, TABLE, ALIGNED, DTYPE)
+        for k0 in range(0, depth, BK):
+            tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
+            block = load_matrix(gate_matrix, safe, 0, k0, column, H, INTER, BK, BN, GATE_H, GATE_I, WIDE, BOX)
+            gates = multiply(tile, block, gates, SWAP, PRECISION)
+            if GATED:
+                block = load_matrix(up_matrix, safe, UP_SHIFT, k0, column, H, INTER, BK, BN, UP_H, UP_I, WIDE, BOX)
+                ups = multiply(tile, block, ups, SWAP, PRECISION)
+        gates = upright(gates, SWAP)
+        ups = upright(ups, SWAP)
     trigger(PDL)
-    gates = upright(gates, SWAP)
     if weights is not None:
         scale = tl.load(weights + pair, mask=ok, other=0.0).to(tl.float32)
         gates *= scale[:, None]
@@ -107,7 +117,6 @@ def gate_up_tile(
     n = column + tl.arange(0, BN)
     keep = ok[:, None] & (n < INTER)[None, :]
     if GATED:
-        ups = upright(ups, SWAP)
         if weights is not None:
             ups *= scale[:, None]
         value *= ups
@@ -149,6 +158,7 @@ def gate_up_kernel(
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
     BOX: tl.constexpr,
+    JOINED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -162,8 +172,10 @@ def gate_up_kernel(
 ):
     """act[r] = f(gate_e x_t) * (up_e x_t); preact[r] = [gate_e x_t, up_e x_t] unless None. [x_t times its weight.]
 
-    up        None where gate and up are one matrix: its rows of up lie UP_SHIFT below those of gate
-    BOX       rows an expert of the tensor descriptors `gate` and `up`, or 0: `gate` and `up` are pointers
+    up        None where gate and up are one matrix: its rows of up lie UP_SHIFT below those of gate BOX       rows an
+    expert of the tensor descriptors `gate` and `up`, or 0: `gate` and `up` are pointers JOINED    `gate` is a
+    descriptor over gate and up, [2E, I, H], whose boxes hold BN rows of each: one product of twice
+              the width, which reads x from shared memory half as often
     HALVES    a tile with at most BM / 2 rows is computed as one of that height
     """
     wait(PDL)
@@ -173,7 +185,7 @@ def gate_up_kernel(
     if end - first > (BM // 2 if HALVES else 0):
         gate_up_tile(
             x, weights, perm, gate, up, act, preact, expert, first, end, column * BN,
-            X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE, BOX,
+            X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE, BOX, JOINED,
             GATED, ACTIVATION, PRECISION, BM, BN, BK, SWAP, PDL,
         )  # fmt: skip
     else:
@@ -181,7 +193,7 @@ def gate_up_kernel(
             if first < end:
                 gate_up_tile(
                     x, weights, perm, gate, up, act, preact, expert, first, end, column * BN,
-                    X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE, BOX,
+                    X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE, BOX, JOINED,
                     GATED, ACTIVATION, PRECISION, BM // 2, BN, BK, SWAP, PDL,
                 )  # fmt: skip
 

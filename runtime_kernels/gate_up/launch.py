@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_few_kernel, gate_up_kernel
 from moe_compiler.runtime_kernels.launching import (
@@ -63,7 +64,7 @@ def gate_up(
     tile = tile or choose_tile(act.dtype, -(-pairs // experts), act.device)
     hidden = x.shape[1]
     gate_operand, up_operand = gate.operand, up.operand if up_list else None
-    box_rows = 0
+    box_rows, joined = 0, False
     if tile.tma and hidden % tile.depth == 0:
         transposed = gate.inner != 1
         block = (tile.depth, tile.cols) if transposed else (tile.cols, tile.depth)
@@ -71,6 +72,11 @@ def gate_up(
         boxes = [box(part, what, rows, transposed, block) for part, what in ((gate_list, gate), (up_list, up)) if part]
         if None not in boxes:
             gate_operand, up_operand, box_rows = boxes[0], boxes[1] if up_list else None, rows
+            joined = gated and not up_list and not transposed and not tile.swap and 2 * tile.cols <= 256
+        if joined:
+            stored = [2 * experts, size, hidden]
+            strides = [size * gate.out, gate.out, 1]
+            gate_operand = TensorDescriptor(gate_list[0], stored, strides, [2, tile.cols, tile.depth])
     weights = ins["weights"]
     tiles = slots(pairs, experts, tile.rows)
     constants = {
@@ -91,6 +97,7 @@ def gate_up(
         "ALIGNED": gate.aligned and up.aligned,
         "WIDE": gate.wide or up.wide,
         "BOX": box_rows,
+        "JOINED": joined,
         "GATED": gated,
         "ACTIVATION": attrs["activation"],
         "PRECISION": precision(act.dtype),

@@ -1,9 +1,10 @@
 """Device code of the gradient through the down projection and the activation.
 
-A program owns BM sorted rows of one expert and BN columns of the intermediate size: dA' = grad_y[t] @ W_down[e], with the
-rows of grad_y gathered in the load. The epilogue reads the saved pre-activation, computes the activation again, and writes
-its gradient, the weighted activation for the weight gradient of down, and its part of the row sum that is the gradient of
-the routing weight. The parts are summed in order by a second, small kernel, so the result is the same every run.
+A program owns BM sorted rows of one expert and BN columns of the intermediate size: dA' = grad_y[t] @ W_down[e], with
+the rows of grad_y gathered in the load. The epilogue reads the saved pre-activation, computes the activation again,
+and writes its gradient, the weighted activation for the weight gradient of down, and its part of the row sum that is
+the gradient of the routing weight. The parts are summed in order by a second, small kernel, so the result is the same
+every run.
 """
 
 from __future__ import annotations
@@ -237,8 +238,8 @@ def grad_act_kernel(
         if HALVES:
             if first < end:
                 grad_act_tile(
-                    grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
-                    Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
+                    grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S, Y_ROW,
+                    K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
                     BM // 2, BN, BK, SWAP, PIECES, PDL,
                 )  # fmt: skip
 

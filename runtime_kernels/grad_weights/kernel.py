@@ -1,9 +1,10 @@
 """Device code of the gradients of the expert weights: per expert a product over its rows.
 
 One side of the product is kept in sorted row order ("ordered"), the other is gathered from token rows in the load
-("tokens"). A program owns a tile of one expert's gradient, BT columns of tokens by BO columns of ordered, and runs over
-the rows of that expert. Experts without rows run no step and write zeros. The loops are short (an expert has few hundred
-rows), so tiles are small enough for several programs a multiprocessor: one computes while others start or store.
+("tokens"). A program owns a tile of one expert's gradient, BT columns of tokens by BO columns of ordered, and runs
+over the rows of that expert. Experts without rows run no step and write zeros. The loops are short (an expert has few
+hundred rows), so tiles are small enough for several programs a multiprocessor: one computes while others start or
+store.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def order_scatter_kernel(
 ):
     """perm [S], starts [E+1] from the counts; a program places one block of BLOCK pairs.
 
-    Sorted by expert and place, the i-th pair of the block is the (i - begin of its expert in the block)-th of its expert
-    there, and its row follows those of the smaller experts and of the same expert in earlier blocks.
+    Sorted by expert and place, the i-th pair of the block is the (i - begin of its expert in the block)-th of its
+    expert there, and its row follows those of the smaller experts and of the same expert in earlier blocks.
     """
     wait(PDL)
     block = tl.program_id(0)
