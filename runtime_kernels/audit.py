@@ -126,7 +126,7 @@ def audit_code(kernel: str, code: Sequence[str], attribute: bool) -> AuditResult
 
 
 def compile_offline(start: Start, arch: int = 90) -> Any:
-    """Compile a recorded start for compute capability `arch`; needs no GPU. Operands count only by type and alignment."""
+    """Compile a recorded start for compute capability `arch`. Operands count only by type and alignment."""
     names = start.kernel.arg_names
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {**start.constants, "PDL": start.pdl}

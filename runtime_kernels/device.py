@@ -78,7 +78,7 @@ def activation_slope(gate, NAME: tl.constexpr):
 
 @triton.jit
 def expert_matrix(base, expert, STRIDE: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointer to the first element of an expert's matrix: base + expert * STRIDE, or base[expert] of an address table."""
+    """Pointer to the first element of an expert's matrix: base + expert * STRIDE, or base[expert] of a table."""
     if TABLE:
         matrix = tl.load(base + expert).to(tl.pointer_type(DTYPE))
         if ALIGNED:

@@ -185,16 +185,16 @@ def gate_up_kernel(
     if end - first > (BM // 2 if HALVES else 0):
         gate_up_tile(
             x, weights, perm, gate, up, act, preact, expert, first, end, column * BN,
-            X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE, BOX, JOINED,
-            GATED, ACTIVATION, PRECISION, BM, BN, BK, SWAP, PDL,
+            X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE, BOX,
+            JOINED, GATED, ACTIVATION, PRECISION, BM, BN, BK, SWAP, PDL,
         )  # fmt: skip
     else:
         if HALVES:
             if first < end:
                 gate_up_tile(
                     x, weights, perm, gate, up, act, preact, expert, first, end, column * BN,
-                    X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE, BOX, JOINED,
-                    GATED, ACTIVATION, PRECISION, BM // 2, BN, BK, SWAP, PDL,
+                    X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE,
+                    BOX, JOINED, GATED, ACTIVATION, PRECISION, BM // 2, BN, BK, SWAP, PDL,
                 )  # fmt: skip
 
 

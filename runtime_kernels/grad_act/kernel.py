@@ -42,7 +42,7 @@ def finish_piece(
     ACTIVATION: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Store what belongs to the columns n0 .. n0+BN of the rows r, from their dA'; return the row sums of A * dA' when SUM."""
+    """Store what belongs to the columns from n0 of the rows r, from their dA'; the row sums of A * dA' when SUM."""
     DTYPE: tl.constexpr = grad_preact.dtype.element_ty
     N: tl.constexpr = 2 * INTER if GATED else INTER
     n = n0 + tl.arange(0, BN)
@@ -92,7 +92,7 @@ def finish(
     SUM: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """`finish_piece` on PIECES equal groups of columns, one after the other: a whole tile does not fit the registers."""
+    """`finish_piece` on PIECES groups of columns, one after the other: a whole tile does not fit the registers."""
     if PIECES == 1:
         part = finish_piece(
             grad, r, n0, ok, known, scale, preact, grad_preact, act, INTER, BN, GATED, ACTIVATION, SUM

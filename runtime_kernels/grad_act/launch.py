@@ -115,6 +115,5 @@ def grad_act(
         registers=tile.registers,
     )
     if sums is not grad_weights:
-        operands = (sums, grad_weights)
-        constants = {"PARTS": columns, "BLOCK": 256}
-        start(sum_parts_kernel, -(-pairs // 256), operands, (pairs,), constants, pdl=pdl, warps=4, stages=1)
+        parts = {"PARTS": columns, "BLOCK": 256}
+        start(sum_parts_kernel, -(-pairs // 256), (sums, grad_weights), (pairs,), parts, pdl=pdl, warps=4, stages=1)

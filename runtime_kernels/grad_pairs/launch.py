@@ -1,4 +1,4 @@
-"""Launch of the gradient of each pair's input row: the device code is that of the down projection, over transposed weights."""
+"""Launch of the gradient of each pair's input row, with the device code of the down projection."""
 
 from __future__ import annotations
 

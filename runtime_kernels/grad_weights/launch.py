@@ -1,4 +1,4 @@
-"""Launches of the gradients of the expert weights; they write with the strides, or the addresses, of the given tensors."""
+"""Launches of the gradients of the expert weights, written with the strides or addresses of the given tensors."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def order_kernel(
     BS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """perm [S], starts [E+1]: a query is a pair, or the first possible pair of an expert; its result the pairs before it."""
+    """perm [S], starts [E+1]. A query is a pair, or the first place of an expert; its result the pairs before it."""
     wait(PDL)
     query = tl.program_id(0) * BQ + tl.arange(0, BQ)
     expert = load_experts(ids, query, S, ID_T, ID_K, K, E)

@@ -13,7 +13,7 @@ LOWEST = tl.constexpr(-0x80000000)
 
 @triton.jit
 def score_values(values, inside, SCORE: tl.constexpr, SCORE_DTYPE: tl.constexpr):
-    """Scores along the last axis, computed in fp32 and rounded to SCORE_DTYPE, as fp32; positions not `inside` count for nothing."""
+    """Scores along the last axis, rounded to SCORE_DTYPE, as fp32; positions not `inside` count for nothing."""
     values = values.to(SCORE_DTYPE).to(tl.float32)
     if SCORE == "softmax":
         top = tl.max(tl.where(inside, values, float("-inf")), 1)
@@ -64,7 +64,7 @@ def route_kernel(
     SCORE_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weights, ids [T,K]: the K largest scores (BEFORE) or logits of each token, descending, the smallest index first of equals."""
+    """weights, ids [T,K]: the K largest scores (BEFORE) or logits of each token, descending; of equals the first."""
     wait(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, E_POW2)
