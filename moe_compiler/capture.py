@@ -27,7 +27,11 @@ _INLINE_CONSTANT_LIMIT = 64
 
 
 class _Retrace(Interpreter):
-    """Runs Dynamo's graph under the trace; a higher-order operator is recorded as one call with its own body."""
+    """Runs Dynamo's graph under the trace.
+
+    A higher-order operator is recorded as one call with its own body. An autocast region is entered while its
+    operators are traced, so that their recorded values have the dtypes that eager gives.
+    """
 
     def __init__(self, module: GraphModule, mode: Any) -> None:
         super().__init__(module)
@@ -49,10 +53,12 @@ class _Retrace(Interpreter):
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(target, torch._ops.HigherOrderOperator):
-            return super().call_function(target, args, kwargs)
         node = self._current
         assert node is not None
+        if torch_private.is_autocast_switch(target):
+            return torch_private.record_autocast(target, args, kwargs)
+        if not isinstance(target, torch._ops.HigherOrderOperator):
+            return super().call_function(target, args, kwargs)
         bodies = [argument for argument in args if isinstance(argument, GraphModule)]
         if len(bodies) != 1 or not isinstance(args[0], GraphModule):
             raise CaptureError(

@@ -96,6 +96,30 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def is_autocast_switch(target: Any) -> bool:
+    """Is this Dynamo's call that enters or leaves an autocast region?"""
+    from torch.amp import autocast_mode
+
+    return target in (autocast_mode._enter_autocast, autocast_mode._exit_autocast)
+
+
+def record_autocast(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Enter or leave an autocast region of the traced graph for real; the trace records the same switch."""
+    from torch.amp import autocast_mode
+    from torch.fx.experimental import proxy_tensor
+
+    if target is autocast_mode._exit_autocast:
+        args[0].__exit__(None, None, None)
+        return None
+    region = torch.autocast(*args, **kwargs)
+    region.__enter__()
+    tracer: Any = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+    entered = next(node for node in reversed(tracer.graph.nodes) if node.target is autocast_mode._enter_autocast)
+    # torch records the region with its weight cache off; what the user asked for is kept.
+    entered.args, entered.kwargs = tuple(args), dict(kwargs)
+    return region
+
+
 def record_call(target: Any, node: Node, module: GraphModule, out: Any, rest: Sequence[Any], kwargs: Any) -> Any:
     """Record a higher-order operator as one leaf of the running make_fx trace; `out` are its fake results."""
     from torch.fx.experimental import proxy_tensor

@@ -89,6 +89,13 @@ def expert_matrix(base, expert, STRIDE: tl.constexpr, TABLE: tl.constexpr, ALIGN
 
 
 @triton.jit
+def write_table_kernel(table, addresses, COUNT: tl.constexpr):
+    """table[i] = addresses[i], int64; the addresses come by value. Launched without PDL only: it does not wait."""
+    for i in tl.static_range(COUNT):
+        tl.store(table + i, addresses[i])
+
+
+@triton.jit
 def expert_tile(starts, slot, S, E: tl.constexpr, E_POW2: tl.constexpr, ROWS: tl.constexpr):
     """The slot-th tile of ROWS rows, counting the experts' tiles in order: (expert, first row, end row of the expert).
 

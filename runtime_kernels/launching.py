@@ -14,12 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_compiler.runtime_kernels.device import write_table_kernel
 from moe_compiler.runtime_kernels.weights import ExpertWeights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -168,13 +168,6 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
         table = weights.pointers()
         _ready_writer(weights.device)
     return Matrix(table, 0, out, inner, True, aligned, wide)
-
-
-@triton.jit
-def write_table_kernel(table: Any, addresses: Any, COUNT: tl.constexpr) -> None:
-    """table[i] = addresses[i]; the addresses come by value."""
-    for i in tl.static_range(COUNT):
-        tl.store(table + i, addresses[i])
 
 
 def _write_table(tensors: Sequence[Tensor]) -> Tensor:

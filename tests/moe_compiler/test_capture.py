@@ -96,3 +96,25 @@ def test_what_cannot_be_retraced_is_an_error_with_a_reason():
     module.graph.output_node().args = (attribute,)
     with pytest.raises(CaptureError, match="reads the tensor attribute 'extra'"):
         capture(module, [torch.ones(2)])
+
+
+def test_inside_of_an_autocast_region_values_have_the_dtypes_that_eager_gives():
+    linear = torch.nn.Linear(4, 4)
+
+    def function(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
+            y = linear(x)
+        return y, linear(x)
+
+    traced, dynamo = captured(function, torch.randn(2, 4))
+    inside, outside = [n for n in traced.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert (inside.meta["val"].dtype, outside.meta["val"].dtype) == (torch.bfloat16, torch.float32)
+
+    def switches(module):
+        return [
+            (n.target.__name__, n.args if "enter" in n.target.__name__ else ())
+            for n in module.graph.nodes
+            if n.op == "call_function" and "autocast" in getattr(n.target, "__name__", "")
+        ]
+
+    assert switches(traced) == switches(dynamo) and len(switches(traced)) == 2

@@ -19,7 +19,7 @@ from tests.moe_compiler.blocks import assert_accurate, float64_block, gradients,
 def test_forward_and_backward_through_inductor():
     block = qwen3_block()
     ours = torch.compile(block, backend="moepdl", dynamic=True)
-    for tokens in (5, 9):
+    for tokens in (100, 130):
         x = torch.randn(1, tokens, 32, requires_grad=True)
         out, eager, exact = ours(x), block(x), float64_block(block, x)
         assert_accurate(out, eager, exact)
@@ -81,7 +81,7 @@ def test_graphs_that_differ_only_in_a_constant_do_not_share_compiled_code(cold_c
 
         return function
 
-    x = torch.randn(1, 5, 32)
+    x = torch.randn(1, 100, 32)
     with torch.no_grad():
         for scale in (1.0, 3.0):
             torch._dynamo.reset()
@@ -91,7 +91,7 @@ def test_graphs_that_differ_only_in_a_constant_do_not_share_compiled_code(cold_c
 
 def test_large_constants_too(cold_cache):
     block = qwen3_block()
-    x = torch.randn(1, 5, 32)
+    x = torch.randn(1, 100, 32)
     with torch.no_grad():
         for seed in (0, 1):
             torch._dynamo.reset()
@@ -106,7 +106,7 @@ def test_large_constants_too(cold_cache):
 def test_the_users_own_inductor_pass_still_runs(cold_cache):
     seen = []
     block = qwen3_block()
-    x = torch.randn(1, 5, 32)
+    x = torch.randn(1, 100, 32)
     with torch.no_grad(), config.patch(post_grad_custom_pre_pass=lambda graph: seen.append(str(graph))):
         torch.compile(block, backend="moepdl")(x)
     assert len(seen) == 1 and "moepdl.chain" in seen[0]
@@ -118,7 +118,7 @@ from moe_compiler import last_reports
 from tests.moe_compiler.blocks import qwen3_block
 block = qwen3_block()
 torch.manual_seed(1)
-x = torch.randn(1, 5, 32)
+x = torch.randn(1, 100, 32)
 with torch.no_grad():
     out = torch.compile(block, backend="moepdl", options={"dump": sys.argv[1]})(x)
     torch.testing.assert_close(out, block(x))
@@ -164,7 +164,7 @@ def test_options_are_part_of_the_cache_key():
 
 def test_a_mode_of_inductor_reaches_inductor():
     block = qwen3_block()
-    x = torch.randn(1, 5, 32)
+    x = torch.randn(1, 100, 32)
     with torch.no_grad():
         ours = torch.compile(block, backend="moepdl", mode="max-autotune-no-cudagraphs")
         torch.testing.assert_close(ours(x), block(x))

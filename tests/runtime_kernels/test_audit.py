@@ -13,9 +13,11 @@ import torch
 triton = pytest.importorskip("triton", reason="device code is compiled by triton")
 
 import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
 
 from moe_compiler.runtime_kernels.audit import AuditResult, audit, audit_code, compile_offline  # noqa: E402
-from moe_compiler.runtime_kernels.device import trigger, wait  # noqa: E402
+from moe_compiler.runtime_kernels.device import trigger, wait, write_table_kernel  # noqa: E402
 from moe_compiler.runtime_kernels.launching import Start, Tile, recording  # noqa: E402
 from moe_compiler.runtime_kernels.registry import kernel, names  # noqa: E402
 
@@ -127,6 +129,16 @@ def test_without_pdl_there_is_neither_wait_nor_attribute() -> None:
     result = _audit(start)
     assert result.ok
     assert (result.attribute, result.waits, result.triggers) == (False, 0, 0)
+
+
+def test_the_table_writer_compiles() -> None:
+    """It takes its addresses as a tuple, which recorded starts do not carry."""
+    signature = {"table": "*i64", "addresses": ("i64",) * 32, "COUNT": "constexpr"}
+    source = ASTSource(write_table_kernel, signature, {"COUNT": 32})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    result = audit(compiled)
+    assert result.ok
+    assert (result.attribute, result.waits) == (False, 0)
 
 
 @triton.jit
