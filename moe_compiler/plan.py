@@ -1,11 +1,11 @@
 """The plan of a chain: which kernels run a block's stages, for which numbers of tokens.
 
-A chain's stages arrive as `Step`s, a straight line of named values. Rules turn them into variants by T: one thread
-block streams the weights when there are few tokens, the sort is one program or two, and on a CPU one loop over the
+A chain's stages arrive as `Step`s, a straight line of named values. Rules turn them into variants by T: two kernels
+stream each pair's weights when there are few tokens, the sort is one program or two, and on a CPU one loop over the
 experts keeps everything of an expert in cache. A rule only fires when the values it would no longer compute are not
 wanted by anybody, so the same rules are right for inference, training and half-disabled pipelines.
 
-Thresholds are in pairs (T * k), chosen at call time on the host from the shape: no recompilation, no synchronisation.
+Thresholds are in tokens, chosen at call time on the host from the shape: no recompilation, no synchronisation.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from moe_compiler.runtime_kernels.chain.program import Attribute, Buffer, Launch
 from moe_compiler.runtime_kernels.order.reference import ORDER_BLOCK
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["FEW_PAIRS", "ONE_PROGRAM_PAIRS", "Step", "variants"]
+__all__ = ["FEW_SHARE", "ONE_PROGRAM_PAIRS", "Step", "variants"]
 
-# Up to here streaming each pair's expert costs at most a few percent more bytes than the distinct experts.
-FEW_PAIRS = 32
+# One token in four experts or fewer: few pairs meet in one expert, so streaming each pair's weights costs no more.
+FEW_SHARE = 4
 # Up to here one program sorts the pairs; beyond, a count and a scatter kernel over blocks of pairs.
 ONE_PROGRAM_PAIRS = 4096
 
@@ -208,8 +208,8 @@ def variants(
         return (make("loop", None, loop),) if loop is not None else (make("stages", None, plain),)
     found: list[Variant] = []
     few = _few(steps, outputs)
-    if few is not None and FEW_PAIRS // k > 0:
-        found.append(make("few", FEW_PAIRS // k, few))
+    if few is not None:
+        found.append(make("few", max(experts // (FEW_SHARE * k), 1), few))
     if any(launch.kernel == "order" for launch in plain):
         found.append(make("sorted", ONE_PROGRAM_PAIRS // k, plain))
         found.append(make("blocked", None, _split_order(plain)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_compiler.plan import FEW_PAIRS, ONE_PROGRAM_PAIRS, Step, variants
+from moe_compiler.plan import FEW_SHARE, ONE_PROGRAM_PAIRS, Step, variants
 from moe_compiler.runtime_kernels.chain.program import Buffer, Program
 
 K, E = 4, 16
@@ -35,7 +35,7 @@ def plan(outputs=("y",), device="cuda", steps=STEPS, k=K):
 
 def test_three_variants_by_tokens():
     assert plan() == [
-        ("few", FEW_PAIRS // K, ["gate_up_few", "down_few"]),
+        ("few", E // (FEW_SHARE * K), ["gate_up_few", "down_few"]),
         ("sorted", ONE_PROGRAM_PAIRS // K, ["order", "gate_up", "down", "combine"]),
         ("blocked", None, ["order_count", "order_scatter", "gate_up", "down", "combine"]),
     ]
@@ -46,8 +46,8 @@ def test_a_value_that_is_read_outside_is_computed_in_every_variant():
     assert [name for name, _, _ in plan(outputs=("y", "act"))] == ["sorted", "blocked"]
 
 
-def test_no_variant_for_few_tokens_when_one_token_has_too_many_experts():
-    assert [name for name, _, _ in plan(k=FEW_PAIRS + 1)] == ["sorted", "blocked"]
+def test_one_token_is_always_few():
+    assert plan(k=E)[0][:2] == ("few", 1)
 
 
 def test_on_a_cpu_one_loop_unless_its_inside_is_read():
