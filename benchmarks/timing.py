@@ -6,6 +6,7 @@ Host-side timings in turns and the bootstrap of a ratio are `moe_compiler.timing
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def commit() -> str:
-    """The commit measured, with `+` where the tree differs from it; "unknown" outside a repository."""
+    """The commit measured, with `+` where the tree differs from it; outside a repository what GIT_COMMIT says."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -74,7 +75,7 @@ def commit() -> str:
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("GIT_COMMIT", "unknown")
 
 
 def write(

@@ -10,7 +10,13 @@ from moe_compiler.backend import last_reports, moepdl
 from moe_compiler.errors import KernelError
 from moe_compiler.graph_edges import read_edges
 from moe_compiler.runtime_kernels import registry
-from tests.moe_compiler.blocks import TOKENS, assert_accurate, float64_block, gradients, qwen3_block
+from tests.moe_compiler.blocks import (
+    TOKENS,
+    assert_accurate,
+    assert_block_is_accurate,
+    float64_block,
+    qwen3_block,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -27,36 +33,14 @@ def test_forward_and_backward_are_accurate(dtype, implementation):
     block = qwen3_block(dtype, implementation).cuda()
     ours = compiled(block)
     for tokens in TOKENS:
-        x = torch.randn(1, tokens, 32, device="cuda").to(dtype).requires_grad_()
-        out, eager, exact = ours(x), block(x), float64_block(block, x)
-        assert_accurate(out, eager, exact)
-        grad = torch.randn(exact.shape, dtype=torch.float64, device="cuda")
-        for mine, theirs, true in zip(
-            gradients(block, out, x, grad),
-            gradients(block, eager, x, grad),
-            gradients(block, exact, x, grad),
-            strict=True,
-        ):
-            assert_accurate(mine, theirs, true)
-        with torch.no_grad():
-            assert_accurate(ours(x), block(x), exact)
+        assert_block_is_accurate(ours, block, tokens, dtype, "cuda")
 
 
 def test_through_inductor_with_dynamic_tokens():
     block = qwen3_block(torch.bfloat16).cuda()
     ours = torch.compile(block, backend="moepdl", dynamic=True, options={"require_match": True})
     for tokens in (3, 40, 700):
-        x = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        out, eager, exact = ours(x), block(x), float64_block(block, x)
-        assert_accurate(out, eager, exact)
-        grad = torch.randn(exact.shape, dtype=torch.float64, device="cuda")
-        for mine, theirs, true in zip(
-            gradients(block, out, x, grad),
-            gradients(block, eager, x, grad),
-            gradients(block, exact, x, grad),
-            strict=True,
-        ):
-            assert_accurate(mine, theirs, true)
+        assert_block_is_accurate(ours, block, tokens, torch.bfloat16, "cuda")
 
 
 def captured_edges(function, x):

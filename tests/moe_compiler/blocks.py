@@ -76,6 +76,28 @@ def gradients(module: torch.nn.Module, out: Tensor, x: Tensor, grad: Tensor) -> 
     return list(torch.autograd.grad(out, [x, *module.parameters()], grad.to(out.dtype)))
 
 
+def assert_block_is_accurate(
+    compiled: Any, block: torch.nn.Module, tokens: int, dtype: torch.dtype, device: str
+) -> None:
+    """Output and gradients of a compiled Qwen3 block for some number of tokens, by the accuracy rule.
+
+    One or two tokens are drawn several times and judged together: the error of a single token's router gradient is the
+    luck of one cancellation.
+    """
+    draws = max(16 // tokens, 1) if tokens else 1
+    found: list[list[tuple[Tensor, Tensor, Tensor]]] = []
+    for _ in range(draws):
+        x = torch.randn(1, tokens, 32, device=device).to(dtype).requires_grad_()
+        out, eager, exact = compiled(x), block(x), float64_block(block, x)
+        grad = torch.randn(exact.shape, dtype=torch.float64, device=device)
+        triples = zip(*(gradients(block, y, x, grad) for y in (out, eager, exact)), strict=True)
+        found.append([(out, eager, exact), *triples])
+        with torch.no_grad():
+            assert_accurate(compiled(x), block(x), exact)
+    for drawn in zip(*found, strict=True):
+        assert_accurate(*(torch.cat([item.flatten() for item in parts]) for parts in zip(*drawn, strict=True)))
+
+
 def assert_accurate(ours: Tensor, eager: Tensor, exact: Tensor) -> None:
     """Our error against float64 is at most 1.5 times eager's own, plus 1e-6 (fp32) or 1e-3 (bf16, fp16) of the norm."""
     assert ours.shape == eager.shape and ours.dtype == eager.dtype

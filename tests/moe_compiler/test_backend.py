@@ -12,7 +12,15 @@ from moe_compiler.backend import explain, last_reports, moepdl
 from moe_compiler.errors import MatchRequired, OptionError
 from moe_compiler.pipeline import PIPELINE
 from moe_compiler.report import Report
-from tests.moe_compiler.blocks import TOKENS, assert_accurate, float64_block, gradients, qwen3_block, qwen3_decoder
+from tests.moe_compiler.blocks import (
+    TOKENS,
+    assert_accurate,
+    assert_block_is_accurate,
+    float64_block,
+    gradients,
+    qwen3_block,
+    qwen3_decoder,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,20 +40,7 @@ def test_forward_and_backward_are_accurate_for_every_number_of_tokens(dtype, imp
     block = qwen3_block(dtype, implementation)
     ours = compiled(block, options={"require_match": True})
     for tokens in TOKENS:
-        x = torch.randn(1, tokens, 32).to(dtype).requires_grad_()
-        out, eager, exact = ours(x), block(x), float64_block(block, x)
-        assert_accurate(out, eager, exact)
-        grad = torch.randn(exact.shape, dtype=torch.float64)
-        for mine, theirs, true in zip(
-            gradients(block, out, x, grad),
-            gradients(block, eager, x, grad),
-            gradients(block, exact, x, grad),
-            strict=True,
-        ):
-            assert_accurate(mine, theirs, true)
-    with torch.no_grad():
-        x = torch.randn(1, 37, 32).to(dtype)
-        assert_accurate(ours(x), block(x), float64_block(block, x))
+        assert_block_is_accurate(ours, block, tokens, dtype, "cpu")
 
 
 @pytest.mark.parametrize("training", [False, True])

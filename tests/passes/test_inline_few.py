@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_compiler.passes.inline_few import FEW_PAIRS, inline_few
-from moe_compiler.pipeline import run_passes
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_compiler.passes.inline_few import FEW_PAIRS, inline_few
+from moe_compiler.pipeline import run_passes
 from tests.moe_compiler.graphs import E, H, I, K, calls, context, forward_graph
 
 

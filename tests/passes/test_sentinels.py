@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from moe_compiler.backend import explain, moepdl
 
+from moe_compiler.backend import explain, moepdl
 from tests.moe_compiler.blocks import assert_accurate
 
 
