@@ -76,7 +76,7 @@ class Compilation:
         else:
             raised = self._raise(captured)
         needed = int(self.options.require_match)
-        found = sum(match.count for match in self.report.matches)
+        found = sum(match.count for match in self.report.matches if not match.left_alone)
         if found < needed:
             raise MatchRequired(
                 f'{found} MoE blocks matched where options["require_match"] asks for {needed}',

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TESTED", "describe", "untested_versions", "why_no_pdl"]
+__all__ = ["TESTED", "describe", "untested_versions", "why_left_alone", "why_no_pdl"]
 
 # (torch, triton) pairs that the test suite has run on; None: without triton (CPU).
 TESTED: tuple[tuple[str, str | None], ...] = (("2.11", "3.6"), ("2.13", "3.9"), ("2.13", None))
@@ -43,14 +43,16 @@ def why_no_pdl(kind: str) -> str:
     return ""
 
 
-def kernels_available(kind: str) -> str:
-    """Why our CUDA kernels cannot run on a device of this kind; "" when they can or none are needed."""
+def why_left_alone(kind: str, dtype: torch.dtype) -> str:
+    """Why a block on a device of this kind that computes in `dtype` stays with Inductor; "" when it is rewritten."""
     if kind == "cpu":
         return ""
-    if kind != "cuda":
-        return f"there are no kernels for {kind} devices"
+    if kind != "cuda" or torch.version.hip is not None:
+        return f"there are no kernels for {'AMD GPUs' if kind == 'cuda' else f'{kind} devices'}"
     if _triton_version() is None:
         return "triton is not installed"
+    if dtype is torch.float64:
+        return "the CUDA kernels compute in float32, bfloat16 and float16, not in float64"
     major, minor = torch.cuda.get_device_capability()
     return "" if major >= 8 else f"the kernels need sm_80, the device is sm_{major}{minor}"
 

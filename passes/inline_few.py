@@ -118,7 +118,7 @@ def inline_few(graph: Graph, context: Context) -> int:
     """Write CPU blocks of few pairs, router and experts, out as gathered products for Inductor to fuse.
 
     before   w, i = route(l, k, ..); y = experts(x, i, w, [W1], [], [W2], ..)       (T * k <= 128, T constant)
-    after    w, i = topk(softmax(l)); a = silu(sum(W1[i] * x[:, None], 2)) ..; y = sum(w * sum(W2[i] * a[:, None], 2), 1)
+    after    w, i = topk(softmax(l)); a = silu(sum(W1[i] * x[:, None], 2)); y = sum(w * sum(W2[i] * a[:, None], 2), 1)
     """
     if context.options.remainder != "inductor":
         return 0

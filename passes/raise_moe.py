@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from moe_compiler import device
 from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.moe_ir import Level, Match, op_name, user_line
@@ -146,7 +147,7 @@ def _has_effect(node: Node, inner: set[Node]) -> bool:
     return node.is_impure() and not is_op(node, *_STATEMENTS) and not (node in inner and mutated_arguments(node))
 
 
-def _describe(match: Match) -> MatchRecord:
+def _describe(match: Match, left_alone: str) -> MatchRecord:
     spec = match.spec
     attributes: dict[str, Any] = {
         "activation": spec.activation,
@@ -175,6 +176,7 @@ def _describe(match: Match) -> MatchRecord:
         where=user_line(match.anchor),
         sizes={name: str(size) for name, size in match.sizes.items()},
         attributes=attributes,
+        left_alone=left_alone,
     )
 
 
@@ -185,18 +187,21 @@ def _module_path(path: str) -> str:
 
 @graph_pass(level=Level.MOE, numerics="rounding")
 def raise_moe(graph: Graph, context: Context) -> int:
-    """Replace every matched block by moepdl::route and moepdl::experts.
+    """Replace every matched block by moepdl::route and moepdl::experts, where its device has kernels for it.
 
     before   p = softmax(l); w, i = topk(p); s, r = sort(i); ..; a = grouped_mm(x[r // k], W1, o); ..; y = sum(..)
     after    w, i = route(l, k, "softmax", ..); y = experts(x, i, w, [W1], [], [W2], "silu", ..)
     """
-    if not context.matches:
-        return 0
     inner: set[Node] = set()
     raising = _Raising(graph)
+    count = 0
     for match in context.matches:
-        context.report.matches.append(_describe(match))
-        raising.block(match)
-        inner |= match.inner
-    _drop_inside(graph, inner)
-    return len(context.matches)
+        why = device.why_left_alone(match.x_TH.meta["val"].device.type, match.spec.compute_dtype)
+        context.report.matches.append(_describe(match, why))
+        if not why:
+            raising.block(match)
+            inner |= match.inner
+            count += 1
+    if count:
+        _drop_inside(graph, inner)
+    return count

@@ -23,6 +23,7 @@ def test_the_readmes_worked_example_runs():
 
 def test_the_examples_pass_is_held_to_its_word():
     import torch
+
     from moe_compiler.errors import PassError
     from moe_compiler.graph_pass import graph_pass
     from moe_compiler.moe_ir import Level
