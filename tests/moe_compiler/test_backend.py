@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+from moe_compiler import pipeline
 from moe_compiler.backend import explain, last_reports, moepdl
 from moe_compiler.errors import MatchRequired, OptionError
+from moe_compiler.graph_pass import GraphPass
+from moe_compiler.moe_ir import Level
 from moe_compiler.pipeline import PIPELINE
 from moe_compiler.report import Report
 from tests.moe_compiler.blocks import (
@@ -284,3 +287,27 @@ def test_numeric_verification_runs_every_pass_forward_and_backward():
         ("backward", "expand_stages"),
         ("backward", "lower"),
     }
+
+
+@pytest.mark.parametrize("remainder", ["eager", "inductor"])
+@pytest.mark.parametrize("phase", ["capture", "graph"])
+def test_a_pass_that_fails_is_named_or_falls_back_once(phase, remainder, monkeypatch):
+    def breaks(graph, context):
+        node = next(node for node in graph.nodes if node.op == "call_function")
+        node.meta.pop("val", None)
+        raise RuntimeError("lost its way")
+
+    broken = GraphPass("broken", Level.MOE if phase == "capture" else Level.LAUNCHES, "exact", breaks, "Fails.")
+    monkeypatch.setattr(pipeline, "PIPELINE", (*pipeline.PIPELINE, (phase, broken)))
+    block = qwen3_block()
+    x = torch.randn(1, 70, 32)
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        with pytest.raises(Exception, match="pass broken: RuntimeError: lost its way"):
+            compiled(block, options={"remainder": remainder})(x)
+        torch._dynamo.reset()
+        ours = compiled(block, options={"on_error": "fallback", "remainder": remainder})
+        with pytest.warns(UserWarning, match="moepdl fell back") as warned:
+            torch.testing.assert_close(ours(x), block(x))
+        assert len([w for w in warned if "fell back" in str(w.message)]) == 1
+    report = last_reports()[-1]
+    assert report.status == "fallback" and "lost its way" in report.errors[0]
