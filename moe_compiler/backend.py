@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from moe_compiler import _logs, device
+from moe_compiler import _logs, device, torch_private
 from moe_compiler.compilation import Compilation
 from moe_compiler.errors import MatchRequired, MoepdlError
 from moe_compiler.options import Options, resolve
@@ -78,7 +78,6 @@ def _raised(compilation: Compilation, module: GraphModule, example_inputs: Seque
 
 def _analyse(compilation: Compilation, raised: GraphModule, example_inputs: Sequence[Any]) -> None:
     """What phase B would do, without running any of it: for options["dryrun"]."""
-    from moe_compiler import torch_private
 
     def note(module: GraphModule, _backward: bool) -> GraphModule:
         compilation.rewrite(module)
@@ -98,13 +97,10 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     The model is traced by the backend itself, in a dry run: what is executed is the model's own eager operators,
     once. Frames that Dynamo split are merged into one report, each named by its compile id.
     """
-    before = len(_REPORTS)
-    newest = _REPORTS[-1] if _REPORTS else None
+    known = {id(report) for report in _REPORTS}
     dry = {**(options or {}), "dryrun": True, "remainder": "eager"}
     torch.compile(model, backend=moepdl, options=dry)(*args, **kwargs)
-    made = list(_REPORTS)[before:] if len(_REPORTS) > before else []
-    if not made and newest is not None and newest is not _REPORTS[-1]:
-        made = [_REPORTS[-1]]
+    made = [report for report in _REPORTS if id(report) not in known]
     if not made:
         empty = Report(frame="none", status="unchanged", environment=device.describe())
         empty.notes.append("Dynamo handed no graph to the backend: the model broke before its first tensor operator")

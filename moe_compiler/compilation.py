@@ -19,7 +19,7 @@ from moe_compiler.dump import write_dump
 from moe_compiler.errors import CaptureError, KernelError, MatchRequired, MoepdlError
 from moe_compiler.graph_pass import Context
 from moe_compiler.graph_text import render_repro
-from moe_compiler.inductor import ReportStore, is_backward, post_grad_pass
+from moe_compiler.inductor import POST_GRAD, ReportStore, is_backward, post_grad_pass
 from moe_compiler.numeric import NumericCheck, copy_graph
 from moe_compiler.options import Options
 from moe_compiler.pipeline import record_graph, run_phase
@@ -214,7 +214,7 @@ class Compilation:
             patches |= torch_private.mode_options(self.options.mode)
         patches |= self.options.inductor
         if raised:
-            patches["post_grad_custom_pre_pass"] = post_grad_pass(self.rewrite, self.options)
+            patches[POST_GRAD] = post_grad_pass(self.rewrite, self.options)
         return patches
 
     # The end

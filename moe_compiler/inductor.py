@@ -22,7 +22,11 @@ from moe_compiler import torch_private
 from moe_compiler.device import describe
 from moe_compiler.options import Options
 
-__all__ = ["ReportStore", "is_backward", "post_grad_pass", "source_hash"]
+__all__ = ["POST_GRAD", "ReportStore", "is_backward", "post_grad_pass", "source_hash"]
+
+
+# Inductor's name for where a user's pass, and ours, goes.
+POST_GRAD = "post_grad_custom_pre_pass"
 
 
 @lru_cache(maxsize=1)
@@ -43,8 +47,11 @@ def is_backward(graph: Graph) -> bool:
 
 
 def post_grad_pass(run: Callable[[GraphModule], None], options: Options) -> Any:
-    """The object for Inductor's `post_grad_custom_pre_pass`: `run` on each graph, then the user's own passes."""
-    theirs = torch_private.user_post_grad_passes()
+    """The object for Inductor's `post_grad_custom_pre_pass`: `run` on each graph, then the user's own passes.
+
+    The user's are those of options["inductor"], else those of Inductor's configuration.
+    """
+    theirs = torch_private.passes_of(options.inductor.get(POST_GRAD, torch_private.configured(POST_GRAD)))
 
     class MoepdlPass(torch_private.post_grad_pass_base()):  # type: ignore[misc]
         """Phase B of moepdl, then the passes that the user had put here."""

@@ -18,12 +18,14 @@ __all__ = [
     "aot_module",
     "code_cache_dir",
     "compile_fx",
+    "configured",
     "current_compile_id",
     "fake_mode_of",
     "fakeify",
     "graph_break_count",
     "make_fx_pre_dispatch",
     "mode_options",
+    "passes_of",
     "post_grad_pass_base",
     "static_input_indices",
     "subgraph_reason",
@@ -184,11 +186,15 @@ def post_grad_pass_base() -> type:
     return CustomGraphPass
 
 
-def user_post_grad_passes() -> tuple[Any, ...]:
-    """The passes that the user has put where ours goes, in order."""
+def configured(key: str) -> Any:
+    """The value of a key of Inductor's configuration."""
     from torch._inductor import config
 
-    value = config.post_grad_custom_pre_pass
+    return getattr(config, key)
+
+
+def passes_of(value: Any) -> tuple[Any, ...]:
+    """A configured pass as a tuple: Inductor takes none, one or several."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -93,12 +93,18 @@ def test_large_constants_too(cold_cache):
             torch.testing.assert_close(torch.compile(function, backend="moepdl")(x), function(x))
 
 
-def test_the_users_own_inductor_pass_still_runs(cold_cache):
+@pytest.mark.parametrize("where", ["config", "options"])
+def test_the_users_own_inductor_pass_still_runs(where, cold_cache):
     seen = []
+
+    def own(graph):
+        seen.append(str(graph))
+
     block = qwen3_block()
     x = torch.randn(1, 100, 32)
-    with torch.no_grad(), config.patch(post_grad_custom_pre_pass=lambda graph: seen.append(str(graph))):
-        torch.compile(block, backend="moepdl")(x)
+    options = {"inductor": {"post_grad_custom_pre_pass": own}} if where == "options" else {}
+    with torch.no_grad(), config.patch(post_grad_custom_pre_pass=own if where == "config" else None):
+        torch.compile(block, backend="moepdl", options=options)(x)
     assert len(seen) == 1 and "moepdl.chain" in seen[0]
 
 

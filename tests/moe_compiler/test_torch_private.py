@@ -63,7 +63,11 @@ def test_compile_fx_takes_patches_for_one_compile():
 
     assert torch.compile(lambda a: a + 1, backend=backend)(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
     assert len(seen) == 1
-    assert config.post_grad_custom_pre_pass is None and torch_private.user_post_grad_passes() == ()
+    assert config.post_grad_custom_pre_pass is None and torch_private.configured("post_grad_custom_pre_pass") is None
+    assert torch_private.passes_of(None) == () and torch_private.passes_of([1, 2]) == (1, 2) == torch_private.passes_of(
+        (1, 2)
+    )
+    assert torch_private.passes_of(7) == (7,)
 
 
 def test_mode_options_knows_inductors_modes():
