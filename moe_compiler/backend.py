@@ -24,6 +24,7 @@ from moe_compiler.report import Report
 
 __all__ = ["explain", "last_reports", "moepdl"]
 
+_NEEDS_FULLGRAPH = "sizes in this graph depend on data: compile with fullgraph=True, else Dynamo breaks it there"
 _REPORTS: deque[Report] = deque(maxlen=256)
 _warned_untested = False
 
@@ -46,6 +47,8 @@ def moepdl(
     compilation = Compilation(settings)
     _REPORTS.append(compilation.report)
     raised = _raised(compilation, module, example_inputs)
+    if settings.dryrun and torch_private.has_data_dependent_sizes(module):
+        compilation.report.notes.append(_NEEDS_FULLGRAPH)
     if raised is None or settings.dryrun:
         if raised is not None:
             _analyse(compilation, raised, example_inputs)
@@ -94,18 +97,30 @@ def last_reports() -> list[Report]:
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """What compiling `model` and calling it with these arguments would do, as one Report.
 
-    The model is traced by the backend itself, in a dry run: what is executed is the model's own eager operators,
-    once. Frames that Dynamo split are merged into one report, each named by its compile id.
+    The model is traced by the backend itself, in a dry run: what is executed is the model's own eager operators, once.
+    It is traced as one graph (`fullgraph=True`); where that fails, frame by frame, and a note says what broke it.
+    The reports of several frames are merged into one, each named by its compile id.
     """
-    known = {id(report) for report in _REPORTS}
     dry = {**(options or {}), "dryrun": True, "remainder": "eager"}
-    torch.compile(model, backend=moepdl, options=dry)(*args, **kwargs)
-    made = [report for report in _REPORTS if id(report) not in known]
+    try:
+        made = _traced(torch.compile(model, backend=moepdl, options=dry, fullgraph=True), args, kwargs)
+        broken = ""
+    except torch_private.graph_break_errors() as error:
+        broken = str(error).strip().splitlines()[0]
+        made = _traced(torch.compile(model, backend=moepdl, options=dry), args, kwargs)
+    report = Report.merge(made) if made else Report(frame="none", status="unchanged", environment=device.describe())
+    if broken:
+        report.notes.append(f"the model does not make one graph: {broken}")
     if not made:
-        empty = Report(frame="none", status="unchanged", environment=device.describe())
-        empty.notes.append("Dynamo handed no graph to the backend: the model broke before its first tensor operator")
-        return empty
-    return Report.merge(made)
+        report.notes.append("Dynamo handed no graph to the backend")
+    return report
+
+
+def _traced(compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Report]:
+    """The reports that calling a compiled model makes."""
+    known = {id(report) for report in _REPORTS}
+    compiled(*args, **kwargs)
+    return [report for report in _REPORTS if id(report) not in known]
 
 
 def _warn_untested() -> None:

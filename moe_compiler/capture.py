@@ -24,6 +24,8 @@ from moe_compiler.errors import CaptureError
 __all__ = ["capture", "nested_bodies"]
 
 _INLINE_CONSTANT_LIMIT = 64
+# Where torch.func keeps the calls that Dynamo records for its transforms.
+_TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 
 
 class _Retrace(Interpreter):
@@ -131,6 +133,13 @@ def capture(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
 
     Raises CaptureError when the graph cannot be retraced; the caller then hands the original graph on.
     """
+    for node in module.graph.nodes:
+        if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS):
+            raise CaptureError(
+                what="the graph holds a torch.func transform",
+                why="grad, vmap, jvp and their like cannot be retraced to one ATen graph",
+                try_="compile the function inside of the transform instead",
+            )
     mode = torch_private.fake_mode_of(example_inputs)
     arguments = [torch_private.fakeify(mode, value) for value in example_inputs]
     try:

@@ -29,6 +29,10 @@ from moe_compiler.runtime_kernels.chain.launcher import KernelLaunchError
 __all__ = ["Compilation"]
 
 _WITHOUT_KERNELS = 'options={"on_error": "fallback"} runs the graph without our kernels; please report the text above'
+_ONE_GRAPH = (
+    "torch.compile(..., fullgraph=True) makes it one graph, or says what stands in the way "
+    '(transformers: model.set_experts_implementation("grouped_mm"))'
+)
 _PHASE_FIELDS = ("passes", "schedule", "dags", "graphs")
 
 
@@ -67,7 +71,7 @@ class Compilation:
         """
         reason = torch_private.subgraph_reason(module)
         if reason:
-            self.report.notes.append(f"this graph is a fragment of its frame: {reason}")
+            self.report.notes.append(f"this graph is a fragment of its frame: {reason}; {_ONE_GRAPH}")
         raised: GraphModule | None = None
         try:
             captured = capture(module, example_inputs)
@@ -81,13 +85,16 @@ class Compilation:
             raise MatchRequired(
                 f'{found} MoE blocks matched where options["require_match"] asks for {needed}',
                 why=str(self.report),
-                try_='options={"require_match": False} compiles whatever is there',
+                try_=_ONE_GRAPH if reason else 'options={"require_match": False} compiles whatever is there',
             )
         return raised
 
     def _raise(self, captured: GraphModule) -> GraphModule | None:
         context = Context(self.options, "capture", self.report)
         record_graph(captured, "captured", context)
+        if self.options.dump is not None:
+            title = f"repro of frame {self.report.frame}"
+            self.report.repro = render_repro(captured, title, "the graph as it was captured", self.options.changed())
         for body in [captured, *nested_bodies(captured)]:
             own = Context(self.options, "capture", self.report, self._numeric)
             run_phase(body, "capture", own)
@@ -167,10 +174,6 @@ class Compilation:
                 isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
             )
             self.report.phases_pending = ["forward", *(["backward"] if training else [])]
-        if self.options.dump is not None:
-            self.report.repro = render_repro(
-                module, f"repro of frame {self.report.frame}", "the graph as it was handed on", self.options.to_dict()
-            )
         if self.options.remainder == "eager":
             compiled = torch_private.aot_module(module, example_inputs, lambda graph, _: self._run_eager(graph, raised))
         else:

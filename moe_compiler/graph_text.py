@@ -36,13 +36,18 @@ OPTIONS = {options}
 if __name__ == "__main__":
     import sys
 
-    from moe_compiler.backend import moepdl
+    from moe_compiler.backend import last_reports, moepdl
     from moe_compiler.graph_file import example_inputs
 
-    module = graph()
     device = sys.argv[1] if len(sys.argv) > 1 else None  # e.g. cpu, where the recorded device is absent
-    compiled = torch.compile(module, backend=moepdl, options=OPTIONS)
-    print(compiled(*example_inputs(module, device=device)))
+    inputs = example_inputs(graph(), device=device)
+    compiled = torch.compile(graph(), backend=moepdl, options=OPTIONS)
+    with torch.no_grad():
+        for ours, eager in zip(compiled(*inputs), graph()(*inputs), strict=True):
+            if isinstance(ours, torch.Tensor) and ours.is_floating_point():
+                error = (ours.double() - eager.double()).norm() / eager.double().norm()
+                print(f"output {{tuple(ours.shape)}}: differs from eager by {{error:.1e}} of its norm")
+    print(last_reports()[-1])
 """
 
 
@@ -55,7 +60,7 @@ def render_graph(module: GraphModule, title: str, provenance: str = "") -> str:
 
 
 def render_repro(module: GraphModule, title: str, provenance: str, options: Mapping[str, Any]) -> str:
-    """A graph file which, when run, compiles the graph with `options` on random inputs of the recorded shapes."""
+    """A graph file which, when run, compiles the graph with `options` on random inputs, and compares with eager."""
     kept = {key: value for key, value in options.items() if key != "dump"}
     return _Writer().file(module, title, provenance) + _REPRO.format(options=repr(kept))
 

@@ -68,7 +68,9 @@ def post_grad_pass(run: Callable[[GraphModule], None], options: Options) -> Any:
             if any(key is None for key in keys):
                 return None
             device = json.dumps({k: v for k, v in describe().items() if k != "cpu_threads"}, sort_keys=True)
-            return ("moepdl", source_hash(), options.cache_key(), device, tuple(map(str, keys)))
+            # A dump shows the graph of every pass, so code that was compiled without one is compiled again.
+            dumped = options.dump is not None
+            return ("moepdl", source_hash(), options.cache_key(), dumped, device, tuple(map(str, keys)))
 
     return MoepdlPass()
 
@@ -87,7 +89,7 @@ class ReportStore:
         digest = hashlib.sha256()
         digest.update(module.print_readable(print_output=False).encode())
         digest.update("\n".join(map(_input_text, example_inputs)).encode())
-        digest.update(options.cache_key().encode())
+        digest.update(f"{options.cache_key()} {options.dump is not None}".encode())
         digest.update(source_hash().encode())
         digest.update(repr(torch.is_grad_enabled()).encode())
         self.key = digest.hexdigest()[:32]

@@ -23,6 +23,8 @@ __all__ = [
     "fake_mode_of",
     "fakeify",
     "graph_break_count",
+    "graph_break_errors",
+    "has_data_dependent_sizes",
     "make_fx_pre_dispatch",
     "mode_options",
     "passes_of",
@@ -227,6 +229,21 @@ def subgraph_reason(module: GraphModule) -> str:
     where = f"{last.filename}:{last.lineno}" if last is not None else ""
     first = str(reason.reason).strip().splitlines()[0] if str(reason.reason).strip() else "graph break"
     return f"{first} at {where}" if where else first
+
+
+def graph_break_errors() -> tuple[type[Exception], ...]:
+    """What Dynamo raises with `fullgraph=True` where it would else break the graph."""
+    from torch._dynamo import exc
+
+    return (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
+
+
+def has_data_dependent_sizes(module: GraphModule) -> bool:
+    """Does a value of Dynamo's graph have a size that only data decides (nonzero, item)?"""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    values = (node.meta.get("example_value") for node in module.graph.nodes)
+    return any(isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value) for value in values)
 
 
 def graph_break_count() -> int:

@@ -3,8 +3,8 @@
 With a handful of (token, expert) pairs a block is a few matrix-vector products over weights that are read once. There
 Inductor's own loop over the gathered weights reaches the memory's bandwidth and calls no operator at all, which no
 chain of operators does. This holds only when the number of tokens is known while compiling, the weights are packed
-with contiguous rows (else the loop strides through memory), and the ids come from a router of this graph, so that
-all of them name an expert. Every other block becomes a chain.
+with contiguous rows (else the loop strides through memory), and the ids come from a router of this graph over just
+these experts, so that all of them name one. Every other block becomes a chain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ def _is_few(node: Node, named: dict[str, Any]) -> bool:
     if value.device.type != "cpu" or not isinstance(tokens, int) or not 0 < tokens * int(k) <= FEW_PAIRS:
         return False
     ids = named["ids"]
-    routed = op_name(ids) == "getitem" and is_moepdl(ids.args[0]) and op_name(ids.args[0]) == "route"
+    # A router may be wider than the experts (null experts): its ids then name experts that are not there.
+    routed = (
+        op_name(ids) == "getitem"
+        and is_moepdl(ids.args[0])
+        and op_name(ids.args[0]) == "route"
+        and ids.args[0].args[0].meta["val"].shape[1] == named["down"][0].meta["val"].shape[0]
+    )
     weights = [tensor.meta["val"] for role in ("gate", "up", "down") for tensor in named[role]]
     packed = all(len(named[role]) <= 1 for role in ("gate", "up", "down")) and all(w.dim() == 3 for w in weights)
     return routed and packed and all(w.stride(-1) == 1 for w in weights)

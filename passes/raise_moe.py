@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from moe_compiler import device
 from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
-from moe_compiler.moe_ir import Level, Match, op_name, user_line
+from moe_compiler.moe_ir import Level, Match, op_name, size_expr, user_line
 from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
 from moe_compiler.report import MatchRecord
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
@@ -180,6 +180,16 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
     )
 
 
+def _uneven(match: Match) -> str:
+    """Why a block with one weight tensor an expert has no kernel: all experts must be stored alike. "" when they are."""
+    for role in ("gate", "up", "down"):
+        layouts = [tuple(map(size_expr, node.meta["val"].stride())) for node in getattr(match, role)]
+        for expert, layout in enumerate(layouts):
+            if layout != layouts[0]:
+                return f"the {role} weight of expert {expert} has strides {layout}, that of expert 0 has {layouts[0]}"
+    return ""
+
+
 def _module_path(path: str) -> str:
     """`L['self'].layers[0].mlp` or `L__self___layers_0` as a reader would write it."""
     return path.replace("L['self'].", "").replace("L['self']", "").replace("['", ".").replace("']", "").strip(".")
@@ -196,7 +206,7 @@ def raise_moe(graph: Graph, context: Context) -> int:
     raising = _Raising(graph)
     count = 0
     for match in context.matches:
-        why = device.why_left_alone(match.x_TH.meta["val"].device.type, match.spec.compute_dtype)
+        why = device.why_left_alone(match.x_TH.meta["val"].device.type, match.spec.compute_dtype) or _uneven(match)
         context.report.matches.append(_describe(match, why))
         if not why:
             raising.block(match)

@@ -159,6 +159,12 @@ def experts_loop_saving(
     return y, preact
 
 
+def _products(rows: Tensor, weights: ExpertWeights, parts: Sequence[tuple[int, int, int]]) -> Tensor:
+    """rows [R,out] @ weight_e [out,in], expert by expert -> [R,in]."""
+    found = [matmul(rows[begin:end], weights.matrix(expert)) for expert, begin, end in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 def experts_loop_backward(
     grad_y: Tensor,
     x: Tensor,
@@ -196,37 +202,45 @@ def experts_loop_backward(
     need_rows = need_x or (need_weights and rows.weight_at_input)
     need_preact = need_rows or need_gate or need_up
 
-    for expert, begin, end in expert_rows(starts):
-        scale = rows.scale[begin:end]
-        grad_out = grad_y.index_select(0, rows.tokens[begin:end])
-        grad_act = matmul(grad_out, downs.matrix(expert)).to(compute)
+    spans = list(expert_rows(starts))
+    together = perm.shape[0] <= _TOGETHER * gates.experts
+    for part in [spans] if together and spans else [[span] for span in spans]:
+        first, last = part[0][1], part[-1][2]
+        scale = rows.scale[first:last]
+        grad_out = grad_y.index_select(0, rows.tokens[first:last])
+        parts = [(expert, begin - first, end - first) for expert, begin, end in part]
+        grad_act = _products(grad_out, downs, parts).to(compute)
         scaled = grad_act if rows.weight_at_input else grad_act * scale
-        grad_hidden, act = activate_backward(preact[begin:end], scaled, activation, gated)
+        grad_hidden, act = activate_backward(preact[first:last], scaled, activation, gated)
         if not rows.weight_at_input:
             if pair_sum is not None:
-                pair_sum[pairs[begin:end]] = (act * grad_act).sum(1)
+                pair_sum[pairs[first:last]] = (act * grad_act).sum(1)
             act.mul_(scale)
         if grad_down is not None:
-            grad_down.add(expert, grad_out, act.to(x.dtype))
+            act = act.to(x.dtype)
+            for expert, begin, end in parts:
+                grad_down.add(expert, grad_out[begin:end], act[begin:end])
         if not need_preact:
             continue
         if grad_gate is not None or grad_up is not None:
-            inputs = rows.inputs(begin, end)
-            if grad_gate is not None:
-                grad_gate.add(expert, grad_hidden[:, : gates.out], inputs)
-            if grad_up is not None:
-                grad_up.add(expert, grad_hidden[:, gates.out :], inputs)
+            inputs = rows.inputs(first, last)
+            for expert, begin, end in parts:
+                if grad_gate is not None:
+                    grad_gate.add(expert, grad_hidden[begin:end, : gates.out], inputs[begin:end])
+                if grad_up is not None:
+                    grad_up.add(expert, grad_hidden[begin:end, gates.out :], inputs[begin:end])
         if need_rows:
-            grad_rows = x.new_empty((end - begin, x.shape[1]))
-            matmul_grad_rows(grad_hidden, gates, ups, expert, grad_rows)
+            grad_rows = x.new_empty((last - first, x.shape[1]))
+            for expert, begin, end in parts:
+                matmul_grad_rows(grad_hidden[begin:end], gates, ups, expert, grad_rows[begin:end])
             grad_rows = grad_rows.to(compute)
             if rows.weight_at_input:
                 if pair_sum is not None:
-                    source = x.index_select(0, rows.tokens[begin:end])
-                    pair_sum[pairs[begin:end]] = (source * grad_rows).sum(1)
+                    source = x.index_select(0, rows.tokens[first:last])
+                    pair_sum[pairs[first:last]] = (source * grad_rows).sum(1)
                 grad_rows = grad_rows * scale
             if x_sum is not None:
-                x_sum.index_add_(0, rows.tokens[begin:end], grad_rows)
+                x_sum.index_add_(0, rows.tokens[first:last], grad_rows)
     return (
         x.new_empty(0) if x_sum is None else x_sum.to(x.dtype),
         weights.new_empty(0, dtype=compute) if pair_sum is None else pair_sum.view(weights.shape),

@@ -311,3 +311,51 @@ def test_a_pass_that_fails_is_named_or_falls_back_once(phase, remainder, monkeyp
         assert len([w for w in warned if "fell back" in str(w.message)]) == 1
     report = last_reports()[-1]
     assert report.status == "fallback" and "lost its way" in report.errors[0]
+
+
+def test_explain_looks_at_the_whole_graph_where_dynamo_breaks_it():
+    from moe_compiler.testing import examples
+
+    example = examples()["where_loop"]()
+    report = explain(example.module, *example.inputs(9))
+    assert [match.formulation for match in report.matches] == ["where_loop"]
+    assert any("fullgraph=True" in note for note in report.notes)
+
+    report = explain(qwen3_block(), torch.randn(1, 9, 32))
+    assert not any("fullgraph" in note for note in report.notes)
+
+    def broken(x):
+        y = torch.sin(x)
+        torch._dynamo.graph_break()
+        return y + 1
+
+    report = explain(broken, torch.ones(3))
+    assert not report.matches and any("does not make one graph" in note for note in report.notes)
+
+
+def test_a_fragment_and_a_missing_match_name_the_way_out():
+    block = qwen3_block()
+
+    def function(x):
+        torch._dynamo.graph_break()
+        return torch.relu(x)
+
+    x = torch.randn(3)
+    with pytest.raises(Exception, match="fullgraph=True"):
+        compiled(lambda x: function(torch.sin(x)), options={"require_match": True})(x)
+    assert block is not None
+
+
+def test_a_repro_runs_the_whole_way_and_says_how_far_it_is_from_eager(tmp_path):
+    import subprocess
+    import sys
+
+    block = qwen3_block()
+    with torch.no_grad():
+        compiled(block, options={"dump": str(tmp_path)})(torch.randn(1, 70, 32))
+    (repro,) = tmp_path.rglob("repro.py")
+    text = repro.read_text()
+    assert "moepdl.experts" not in text and "OPTIONS = {'remainder': 'eager'}" in text
+    done = subprocess.run([sys.executable, str(repro)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "differs from eager by" in done.stdout and "1 block matched, 1 chain" in done.stdout

@@ -26,6 +26,19 @@ def test_a_device_without_kernels_leaves_the_block_alone_and_says_why(monkeypatc
             torch.compile(block, backend=moepdl, options={"remainder": "eager", "require_match": True})(x)
 
 
+def test_experts_that_are_stored_differently_are_left_alone_in_training_too():
+    from moe_compiler.testing import examples
+
+    module = examples()["where_loop"]().module
+    weight = next(p for name, p in module.named_parameters() if "experts.1." in name or name.endswith(".1.weight"))
+    weight.data = weight.data.t().contiguous().t()
+    x = torch.randn(7, 32, requires_grad=True)
+    ours = torch.compile(module, backend=moepdl, options={"remainder": "eager"}, fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(ours(x).sum(), x), torch.autograd.grad(module(x).sum(), x))
+    (match,) = last_reports()[-1].matches
+    assert "of expert 1 has strides" in match.left_alone
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "triton", "capability", "reason"),
     [

@@ -105,3 +105,22 @@ def test_real_tensors_inside_of_a_fake_mode():
 def test_code_cache_dir_follows_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert torch_private.code_cache_dir() == str(tmp_path)
+
+
+def test_graph_break_errors_and_data_dependent_sizes():
+    found = []
+
+    def backend(module, inputs):
+        found.append(torch_private.has_data_dependent_sizes(module))
+        return module
+
+    torch.compile(lambda x: x[x > 0] * 2, backend=backend, fullgraph=True)(torch.ones(3))
+    torch.compile(lambda x: x * 2, backend=backend, fullgraph=True)(torch.ones(3))
+    assert found == [True, False]
+
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(torch_private.graph_break_errors()):
+        torch.compile(broken, backend=backend, fullgraph=True)(torch.ones(3))

@@ -65,6 +65,18 @@ def test_what_is_left_to_chains():
     assert run_passes(few, (inline_few,), context()) == 1
 
 
+def test_a_router_that_is_wider_than_the_experts_is_left_to_chains():
+    function, shapes = block()
+    shapes = [(5, H), (5, E + 1), *shapes]
+    with FakeTensorMode():
+        module = make_fx(function)(*[torch.empty(shape) for shape in shapes])
+    assert run_passes(module, (inline_few,), context()) == 0
+    inputs = [torch.randn(shape) for shape in shapes]
+    inputs[1][:, E] = 100.0
+    y = module(*inputs)
+    assert torch.isfinite(y).all()
+
+
 def test_a_symbolic_number_of_tokens_is_left_to_chains():
     function, shapes = block()
     module = make_fx(function, tracing_mode="symbolic")(*[torch.randn(shape) for shape in [(5, H), (5, E), *shapes]])
