@@ -17,11 +17,14 @@ def _find_onednn() -> torch._ops.OpOverload | None:
 
 
 _onednn_linear = _find_onednn()
+# Products of fewer multiplications than this take torch.mm less time than oneDNN takes to begin.
+_SMALL = 1 << 17
 
 
 def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left [M,L] @ right [L,N] -> [M,N], into `out` (any strides) where given. Accumulates in fp32, fp64 for fp64."""
-    if left.dtype is torch.float32 and left.is_cpu and _onednn_linear is not None:
+    large = left.shape[0] * left.shape[1] * right.shape[1] > _SMALL
+    if large and left.dtype is torch.float32 and left.is_cpu and _onednn_linear is not None:
         result = _onednn_linear(left, right.t(), None, "none", [], "")
         return result if out is None else out.copy_(result)
     return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
