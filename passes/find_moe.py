@@ -24,7 +24,7 @@ from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import match_router
-from moe_compiler.passes.formulations.walk import dtype_of, is_cast, is_op, shape_of, strip_casts
+from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, shape_of, strip_casts
 from moe_compiler.report import MissRecord
 
 __all__ = ["find_moe"]
@@ -167,6 +167,30 @@ def _check_shape(match: Match) -> None:
         )
 
 
+def _check_rounding(match: Match, inside: frozenset[Node]) -> None:
+    """Nothing inside is rounded beyond the dtype that the matmuls compute in, except on the way out to the result."""
+    compute, result = match.spec.compute_dtype, dtype_of(match.output)
+    ending, pending = set[Node](), [match.output]
+    while pending:
+        node = pending.pop()
+        if node in inside and node not in ending and not _is_matmul(node) and not is_op(node, "mul"):
+            ending.add(node)
+            pending.extend(_read_by(node))
+    for node in inside:
+        after = _float(node)
+        if after is None or contains(after, compute) or (node in ending and contains(after, result)):
+            continue
+        for source in _read_by(node):
+            before = _float(source)
+            if before is not None and not contains(after, before):
+                raise Miss(f"{op_name(node)} rounds to {after} inside of a block that computes in {compute}", node)
+
+
+def _float(node: Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else None
+
+
 class _Writes:
     """Who writes into which memory: the in-place operators of a graph by the node that made the memory."""
 
@@ -224,7 +248,7 @@ def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object,
     if match.router is not None or match.weights_TK is None:
         return
     try:
-        router = match_router(match.weights_TK, match.ids_TK)
+        router = match_router(match.weights_TK, match.ids_TK, match.inner)
         _check_region(router.inner, router.weights, region, "the router")
         own = [*router.inner, router.weights, router.ids]
         first, last = (pick(own, key=writes.order.__getitem__) for pick in (min, max))
@@ -303,6 +327,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                     inside = _inside(result.match)
                     _check_closed(result.match, inside, order)
                     _check_region(inside, result.match.output, region, "the block")
+                    _check_rounding(result.match, inside)
                     _check_not_mutated(result.match, inside, writes)
                 except Miss as miss:
                     result.step, result.miss = "closed", miss

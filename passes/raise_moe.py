@@ -181,7 +181,7 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
 
 
 def _uneven(match: Match) -> str:
-    """Why a block with one weight tensor an expert has no kernel: all experts must be stored alike. "" when they are."""
+    """Why a block with one weight tensor an expert has no kernel: all must be stored alike. "" when they are."""
     for role in ("gate", "up", "down"):
         layouts = [tuple(map(size_expr, node.meta["val"].stride())) for node in getattr(match, role)]
         for expert, layout in enumerate(layouts):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -127,6 +128,14 @@ def match_activation(node: Node) -> Activation:
     require(is_op(node, "mul"), f"{op_name(node)} is not an activation of the gate, times up", node)
     operands = [operand for operand in node.args[:2] if isinstance(operand, Node)]
     require(len(operands) == 2, "the activation is scaled by a constant", node)
+    for operand in operands:
+        inner = strip_views_casts(operand)
+        require(
+            not mutated_arguments(inner),
+            f"{op_name(inner)} works in place: it writes into the result of the matmul that its input is part of",
+            inner,
+            "write the activation without inplace=True",
+        )
     found = [_function(operand) for operand in operands]
     require(
         (found[0] is None) != (found[1] is None),

@@ -124,6 +124,9 @@ def experts_spec(activation: Activation, matmul: Node, output: Node, weight_at: 
     """The attribute record: the matmul's own result says in which dtype it computes (autocast included)."""
     compute = matmul.meta["val"].dtype
     require(compute.is_floating_point, "the experts do not compute in a floating dtype", matmul)
+    for half in (activation.gate, activation.up):
+        own = compute if half is None else half.source.meta["val"].dtype
+        require(own == compute, f"gate and up compute in {own}, down in {compute}", matmul)
     return ExpertsSpec(
         activation=activation.name,
         gated=activation.up is not None,

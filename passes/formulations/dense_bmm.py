@@ -31,7 +31,7 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.contraction import Product, contraction, fed_by, match_product
-from moe_compiler.passes.formulations.pairs import match_choice, match_weights, token_rows
+from moe_compiler.passes.formulations.pairs import is_written, match_choice, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
@@ -42,10 +42,12 @@ from moe_compiler.passes.formulations.walk import (
     require,
     same_shape,
     shape_of,
+    strip,
     strip_casts,
     strip_ids,
     strip_views_casts,
     swaps_last_two,
+    widens,
 )
 
 __all__ = ["DENSE_BMM"]
@@ -296,11 +298,14 @@ def choose(b: Bindings) -> None:
     require(is_zeros(node.args[0]), "the weights are scattered into something else than zeros", node)
     ids = match_choice(ids)
     require(item_of(strip_ids(ids), 1, "topk") is not None, "the scattered weights have no top-k", node)
+    require(not is_written(strip_ids(ids)), "the ids of the top-k are written to before they are scattered", node)
     b.bind(ids=ids, weights=match_weights(values, ids, node), router=None, logits=None)
 
 
 def _scattered(node: Node) -> tuple[Node, Node]:
     """(ids, values) of a scatter along the experts."""
+    reduced = any(argument.name == "reduce" for argument in node.target._schema.arguments)
+    require(not reduced, "the scatter reduces instead of writing", node)
     ids, values = node.args[2], node.args[3] if len(node.args) > 3 else node.kwargs.get("src")
     require(isinstance(ids, Node) and isinstance(values, Node), "a constant is scattered", node)
     require(node.args[1] in (1, -1) and len(shape_of(node)) == 2, "the scatter is not along the experts", node)
@@ -311,7 +316,7 @@ def _choose_by_score(b: Bindings, scored: Node) -> None:
     name = "sigmoid" if is_op(scored, "sigmoid") else "softmax"
     if name == "softmax":
         require(arg(scored, "dim") % 2 == 1, "the softmax is not over the experts", scored)
-    source = strip_casts(scored.args[0])
+    source = strip(scored.args[0], widens)
     require(
         is_op(source, "scatter", "scatter_"),
         f"the {name} is of {op_name(source)}: experts that no top-k chose get a weight other than 0",
@@ -326,10 +331,12 @@ def _choose_by_score(b: Bindings, scored: Node) -> None:
     require(topk is not None, "the scattered positions do not come from a top-k", source)
     assert topk is not None
     require(
-        item_of(strip_casts(values), 0, "topk") is topk,
+        item_of(strip(values, widens), 0, "topk") is topk,
         "the scattered values are not those of the same top-k",
         source,
     )
+    written = is_written(strip_ids(ids)) or is_written(strip(values, widens))
+    require(not written, "what the top-k chose is written to before it is scattered", source)
     require(arg(topk, "largest") and arg(topk, "sorted"), "top-k takes the smallest, or is unsorted", topk)
     logits = topk.args[0]
     require(arg(topk, "dim") in (1, -1) and len(shape_of(logits)) == 2, "top-k is not over the experts", topk)

@@ -28,7 +28,7 @@ from moe_compiler.passes.formulations.base import (
     split_by_activation,
     trailing_cast,
 )
-from moe_compiler.passes.formulations.pairs import match_choice, match_weights
+from moe_compiler.passes.formulations.pairs import in_range, match_choice, match_weights
 from moe_compiler.passes.formulations.walk import (
     arg,
     elements_of,
@@ -72,6 +72,7 @@ def _is_sentinel_mask(node: Node) -> bool:
 
 def _check_masks(b: Bindings) -> None:
     """Rows that are set to zero on the way must be those of ids >= E: our operator computes nothing for them either."""
+    masked = False
     pending, seen = [b.output], {b.x, b.ids, b.weights}
     while pending:
         node = pending.pop()
@@ -83,7 +84,13 @@ def _check_masks(b: Bindings) -> None:
             ids = strip_ids(compared.args[0])
             known = item_of(ids, 0, "sort") is b.sort or ids is strip_ids(b.ids)
             require(known and compared.args[1] == b.experts, "rows are set to zero by another mask than ids >= E", node)
+            masked = True
         pending.extend(node.all_input_nodes)
+    require(
+        masked or not b.clamped or in_range(b.ids, b.experts),
+        "the counted ids are clamped, and rows of ids beyond the experts are not set to zero",
+        b.anchor,
+    )
 
 
 def _rows(node: Node) -> Node:
@@ -157,13 +164,21 @@ def offsets(b: Bindings) -> None:
         require(is_op(counts, "bincount"), f"the counts come from {op_name(counts)}", counts)
         experts = arg(counts, "minlength")
     source = counts.args[0]
-    source = source.args[0] if is_op(source, "to", "_to_copy") else source
-    source = source.args[0] if is_op(source, "clamp", "clamp_") else source
+    if is_op(source, "to", "_to_copy"):
+        exact = source.meta["val"].dtype in (torch.int32, torch.int64, torch.float32, torch.float64)
+        require(exact, f"the ids are rounded to {source.meta['val'].dtype} before they are counted", source)
+        source = source.args[0]
+    clamped = is_op(source, "clamp", "clamp_", "clip", "clip_")
+    if clamped:
+        low, high = arg(source, "min"), arg(source, "max")
+        whole = high == experts - 1 and (low is None or low == 0)
+        require(whole, f"the counted ids are clamped to {low}..{high}, not to 0..{experts - 1}", source)
+        source = source.args[0]
     known = strip_ids(source) is strip_ids(b.ids) or (
         op_name(source) == "getitem" and source.args[1] == 0 and source.args[0] is b.sort
     )
     require(known, "the counts are not of the sorted ids", counts)
-    b.bind(offs=offs, experts=experts)
+    b.bind(offs=offs, experts=experts, clamped=clamped)
 
 
 def _weight(b: Bindings, matmul: Node, what: str) -> Node:
@@ -258,6 +273,8 @@ def home(b: Bindings) -> None:
             step,
         )
         require(same_size(shape_of(step)[0], tokens), "the combine has another number of rows", step)
+        scaled = is_op(step, "index_add", "index_add_") and arg(step, "alpha") != 1
+        require(not scaled, "the combine scales the rows (alpha)", step)
         b.bind(output=trailing_cast(step))
         return
     rows = b.weighted

@@ -23,7 +23,7 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.contraction import Product, match_product
-from moe_compiler.passes.formulations.pairs import match_weights, token_rows
+from moe_compiler.passes.formulations.pairs import is_written, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
@@ -203,6 +203,7 @@ def _check_once(b: Bindings, node: Node) -> None:
     """Rows written without accumulation keep one of two that a token adds: no token may choose an expert twice."""
     topk = item_of(strip_ids(b.ids), 1, "topk")
     distinct = topk is not None and arg(topk, "dim") in (-1, len(shape_of(topk.args[0])) - 1)
+    distinct = distinct and not is_written(strip_ids(b.ids))
     require(
         distinct or shape_of(b.ids)[-1] == 1,
         "rows are written without accumulation, and nothing shows that a token chooses an expert only once",
@@ -305,8 +306,9 @@ def _kind(pick: Pick) -> tuple[object, ...]:
     assert pick.activation is not None and pick.down is not None
     packed = pick.activation.gate.part is not None
     shapes = tuple(shape_of(_stored(p)[0]) for p in (*pick.first, pick.down))
+    dtypes = tuple(dtype_of(product.node) for product in (*pick.first, pick.down))
     orientation = tuple(_stored(product)[1] for product in (*pick.first, pick.down))
-    return pick.activation.name, pick.activation.up is not None, packed, orientation, shapes, dtype_of(pick.down.node)
+    return pick.activation.name, pick.activation.up is not None, packed, orientation, shapes, dtypes
 
 
 def _linear(node: Node, what: str) -> Product:

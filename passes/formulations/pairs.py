@@ -11,6 +11,7 @@ from collections.abc import Callable
 import sympy
 from torch.fx import Node
 
+from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -29,7 +30,9 @@ from moe_compiler.passes.formulations.walk import (
 )
 
 __all__ = [
+    "in_range",
     "is_counting",
+    "is_written",
     "match_choice",
     "match_ids",
     "match_pair_index",
@@ -61,6 +64,8 @@ def match_ids(index: Node, experts: int) -> Node:
     """
     node = strip_ids(index)
     if is_op(node, "clamp", "clip", "clamp_max", "clamp_min"):
+        if len(shape_of(node)) > 1 and in_range(node, experts) and not in_range(node.args[0], experts):
+            return match_choice(index)
         limits = [arg(node, name) for name in ("min", "max") if _has(node, name)]
         clamp, node = node, strip_ids(node.args[0])
         require(
@@ -69,13 +74,19 @@ def match_ids(index: Node, experts: int) -> Node:
             clamp,
         )
         require(
-            _choice_width(node) == experts,
+            in_range(node, experts),
             "the ids are clamped to the range of the experts, and nothing shows that they lie inside of it",
             clamp,
             f"an id that is not in 0..{experts - 1} would run expert {experts - 1} here and nothing once rewritten; "
             f"take the ids from a top-k over {experts} scores, or use the grouped_mm experts",
         )
         return match_choice(clamp.args[0])
+    require(
+        in_range(node, experts),
+        f"nothing shows that the ids lie in 0..{experts - 1}: a negative id would gather an expert from the end",
+        node,
+        f"take the ids from a top-k over {experts} scores, or use the grouped_mm experts or a loop",
+    )
     return match_choice(index)
 
 
@@ -93,14 +104,72 @@ def _has(node: Node, name: str) -> bool:
     return any(argument.name == name for argument in node.target._schema.arguments)
 
 
-def _choice_width(ids: Node) -> int | None:
-    """Over how many scores the ids were chosen, None when they do not come from a top-k."""
-    topk = item_of(ids, 1, "topk")
-    if topk is None:
-        return None
-    scores = shape_of(topk.args[0])
-    width = scores[arg(topk, "dim")]
-    return int(width) if width.is_Integer else None
+# Their result holds values of their first operand alone.
+_KEEPS_VALUES = frozenset(
+    {"slice", "select", "index", "index_select", "gather", "take_along_dim", "transpose", "t", "permute", "expand"}
+    | {"repeat", "repeat_interleave", "flip", "roll", "narrow", "detach", "unbind", "chunk", "split", "sort", "mode"}
+)
+
+
+def in_range(ids: Node, experts: int, depth: int = 16) -> bool:
+    """Is it known that all ids lie in 0 .. experts - 1: chosen among so many, drawn, clamped or reduced to them?"""
+    node = strip_ids(ids)
+    if depth == 0 or is_written(node):
+        return False
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if is_op(node, "stack", "cat", "concat") and isinstance(source, (list, tuple)):
+        return all(isinstance(part, Node) and in_range(part, experts, depth - 1) for part in source)
+    chosen = item_of(node, 1, *_CHOOSES)
+    if chosen is not None:
+        return _width(chosen) <= experts
+    if is_op(node, "argmax", "argmin", "argsort"):
+        return _width(node) <= experts
+    if is_op(node, "multinomial"):
+        width = shape_of(node.args[0])[-1]
+        return bool(width.is_Integer) and int(width) <= experts
+    if is_op(node, "randint"):
+        low = arg(node, "low") if _has(node, "low") else 0
+        high = arg(node, "high")
+        return isinstance(low, int) and isinstance(high, int) and 0 <= low < high <= experts
+    if is_op(node, "remainder"):
+        return isinstance(node.args[1], int) and 0 < node.args[1] <= experts
+    if is_op(node, "clamp", "clip", "clamp_min", "clamp_max"):
+        low, high = (arg(node, name) if _has(node, name) else None for name in ("min", "max"))
+        if isinstance(low, int) and isinstance(high, int):
+            return 0 <= low <= high < experts
+        return False
+    if is_op(node, *_ZEROS):
+        return True
+    if op_name(node) == "getitem" and isinstance(source, Node) and is_op(source, *_KEEPS_VALUES):
+        return (node.args[1] == 0 or not is_op(source, "sort", "mode")) and in_range(source, experts, depth - 1)
+    return is_op(node, *_KEEPS_VALUES) and isinstance(source, Node) and in_range(source, experts, depth - 1)
+
+
+_CHOOSES = ("topk", "sort", "max", "min", "kthvalue", "mode")
+_ZEROS = ("zeros", "zeros_like", "new_zeros")
+
+
+def _width(choice: Node) -> float:
+    """Over how many scores an operator with a `dim` chooses; infinite when it is not a constant."""
+    dim = arg(choice, "dim") if _has(choice, "dim") else None
+    shape = shape_of(choice.args[0])
+    width = shape[dim] if isinstance(dim, int) and shape else None
+    return int(width) if width is not None and width.is_Integer else float("inf")
+
+
+def is_written(node: Node) -> bool:
+    """Does an in-place operator write into the memory of `node`?"""
+    root = alias_root(node)
+    pending, seen = [root], {root}
+    while pending:
+        alias = pending.pop()
+        for user in alias.users:
+            if alias in mutated_arguments(user):
+                return True
+            if alias in aliases_argument(user) and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
 
 
 def match_weights(weight: Node, ids: Node, node: Node) -> Node:

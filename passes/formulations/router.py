@@ -7,6 +7,7 @@ are still rewritten: ids and weights are then simply inputs of the block.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +16,18 @@ from torch.fx import Node
 from moe_compiler.moe_ir import Miss, RouterSpec, op_name
 from moe_compiler.passes.formulations.walk import (
     arg,
+    contains,
     dtype_of,
     is_cast,
     is_op,
     item_of,
+    live_users,
     require,
+    same_shape,
     shape_of,
     strip_ids,
     strip_views_casts,
+    widens,
 )
 
 __all__ = ["Router", "match_router"]
@@ -68,8 +73,11 @@ def _score(node: Node) -> tuple[str, Node, torch.dtype]:
 
 
 def _widened(node: Node, score_dtype: torch.dtype, inner: list[Node]) -> Node:
-    """Look through a widening cast in front of a score: the score's own dtype says it all."""
-    while is_cast(node) and torch.finfo(dtype_of(node.args[0])).bits <= torch.finfo(score_dtype).bits:
+    """Look through a widening cast in front of a score: the score's own dtype says it all.
+
+    A narrowing one rounds the logits, and so has a say in which experts are chosen.
+    """
+    while widens(node) and contains(score_dtype, dtype_of(node)):
         inner.append(node)
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -92,6 +100,9 @@ def _row_sum(node: Node, of: Node) -> tuple[float, list[Node]] | None:
     dims = [dims] if isinstance(dims, int) else dims
     if strip_views_casts(node.args[0]) is not strip_views_casts(of):
         return None
+    # Of another view of the same values (all of them in one row) the last dimension is another one.
+    if not same_shape(shape_of(node.args[0]), shape_of(of)):
+        return None
     if not dims or [d % rank for d in dims] != [rank - 1]:
         return None
     shape = shape_of(path[0] if path else node)
@@ -109,7 +120,7 @@ def _weigh(node: Node, inner: list[Node]) -> tuple[Node, bool, float, float]:
             inner.append(node)
             scale *= float(node.args[1])
             node = node.args[0]  # type: ignore[assignment]
-        elif is_op(node, "div") and isinstance(node.args[1], Node):
+        elif is_op(node, "div") and isinstance(node.args[1], Node) and node.kwargs.get("rounding_mode") is None:
             require(not renormalize, "the weights are divided twice", node, _STAYS)
             found = _row_sum(node.args[1], node.args[0])
             require(found is not None, "the weights are divided by something else than their own sum", node, _STAYS)
@@ -141,7 +152,36 @@ def _chosen_scores(node: Node, topk: Node, inner: list[Node]) -> Node | None:
     return None
 
 
-def match_router(weights: Node, ids: Node) -> Router:
+def _check_order_is_free(
+    weights: Node, ids: Node, topk: Node, inner: list[Node], inside: Collection[Node] | None
+) -> None:
+    """An unsorted top-k is replaced by a sorted one: nothing else may read what is in the old order, or the new one.
+
+    inside: the nodes of the block that reads weights and ids.
+    """
+    own = {*inner, topk, *(inside or ())}
+    ordered: list[Node] = []
+    pending = [user for user in topk.users if op_name(user) == "getitem"]
+    while pending:
+        node = pending.pop()
+        if node not in ordered:
+            ordered.append(node)
+            pending += [user for user in node.users if user in inner or user in (weights, ids)]
+    for node in ordered:
+        outside = [user for user in live_users(node) if user not in own and user not in ordered]
+        # Without a block to compare with, the users of weights and ids are its own.
+        if inside is None and node in (weights, ids, strip_ids(ids)):
+            continue
+        what = "ids" if node in (ids, strip_ids(ids)) else "values"
+        require(
+            not outside,
+            f"top-k is unsorted and its {what} are used elsewhere, in an order of their own",
+            topk,
+            _STAYS,
+        )
+
+
+def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = None) -> Router:
     """Resolve (weights [T, K], ids [T, K]) to the router that made them; raises Miss when it is another rule."""
     chosen = strip_ids(ids)
     topk = _topk(chosen)
@@ -170,13 +210,8 @@ def match_router(weights: Node, ids: Node) -> Router:
         weights,
         _STAYS,
     )
-    values_used = {user for user in topk.users if item_of(user, 0, "topk") is topk and set(user.users) - set(inner)}
-    require(
-        arg(topk, "sorted") or not (values_used - {weights}),
-        "top-k is unsorted and its values are used elsewhere, in an order of their own",
-        topk,
-        _STAYS,
-    )
+    if not arg(topk, "sorted"):
+        _check_order_is_free(weights, ids, topk, inner, inside)
     spec = RouterSpec(
         k=arg(topk, "k"),
         score=score,

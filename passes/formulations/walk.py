@@ -17,6 +17,7 @@ from moe_compiler.moe_ir import Miss, op_name, size_expr
 
 __all__ = [
     "arg",
+    "contains",
     "dtype_of",
     "elements_of",
     "is_cast",
@@ -41,6 +42,7 @@ __all__ = [
     "swaps_last_two",
     "users_through",
     "view_or_cast",
+    "widens",
     "without_units",
 ]
 
@@ -65,6 +67,7 @@ _NEW_VALUES = (
     "randperm",
     "normal",
 )
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -116,8 +119,13 @@ def same_size(a: sympy.Expr, b: sympy.Expr) -> bool:
     return sympy.expand(a - b) == 0
 
 
-def is_cast(node: Node) -> bool:
-    """A conversion between floating dtypes on one device."""
+def contains(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Does one floating dtype hold every value of another? Of fp16 and bf16 neither does."""
+    a, b = torch.finfo(wide), torch.finfo(narrow)
+    return wide == narrow or (a.eps <= b.eps and a.max >= b.max and a.tiny <= b.tiny)
+
+
+def _is_conversion(node: Node) -> bool:
     if not is_op(node, *CASTS) or not isinstance(node.args[0], Node):
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
@@ -125,9 +133,27 @@ def is_cast(node: Node) -> bool:
         isinstance(before, torch.Tensor)
         and isinstance(after, torch.Tensor)
         and before.device == after.device
-        and before.dtype.is_floating_point
-        and after.dtype.is_floating_point
+        and before.dtype in _FLOATS
+        and after.dtype in _FLOATS
     )
+
+
+def widens(node: Node) -> bool:
+    """A conversion between floating dtypes that changes no value."""
+    return _is_conversion(node) and contains(dtype_of(node), dtype_of(node.args[0]))  # type: ignore[arg-type]
+
+
+def is_cast(node: Node) -> bool:
+    """A conversion between floating dtypes on one device that a matcher may look through.
+
+    One that widens what was narrowed just before is none: the two together round (fake quantisation). Narrowing alone
+    is one; the finder checks that nothing is narrowed beyond the dtype that the block computes in.
+    """
+    if not _is_conversion(node):
+        return False
+    source = strip_views(node.args[0])  # type: ignore[arg-type]
+    rounded = is_op(source, *CASTS) and not widens(source)
+    return not rounded or _dtype(node) == _dtype(source) or not widens(node)
 
 
 def is_index_cast(node: Node) -> bool:

@@ -1,0 +1,257 @@
+"""Blocks that look like one that the finder knows and compute another value: refused, or matched with the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_compiler.backend import last_reports
+from moe_compiler.report import Report
+from tests.passes.numerics import compile_eager
+from tests.passes.spellings import Block, E, H, I, K, choose
+
+T = 7
+
+
+def einsum(
+    b: Block, x: Tensor, weights: Tensor, ids: Tensor, keep: Callable[..., Tensor] = lambda t: t, at: str = ""
+) -> Tensor:
+    """The plain block; `keep` is applied to what `at` names."""
+    of = {at: keep}
+
+    def role(name: str, value: Tensor) -> Tensor:
+        return of[name](value) if name in of else value
+
+    x = role("x", x)
+    gate = torch.einsum("ti,taoi->tao", x, role("gathered", b.gate[ids]))
+    act = role("act", F.silu(gate) * torch.einsum("ti,taoi->tao", x, b.up[ids]))
+    return torch.einsum("tai,ta->ti", role("rows", torch.einsum("tao,taio->tai", act, b.down[ids])), weights)
+
+
+def loop(b: Block, x: Tensor, weights: Tensor, ids: Tensor, keep: Callable[..., Tensor] = lambda t: t) -> Tensor:
+    result = torch.zeros_like(x)
+    for e, m in enumerate(b.experts):
+        token, choice = torch.where(ids == e)
+        act = F.silu(F.linear(x[token], keep(m.w1.weight))) * F.linear(x[token], m.w3.weight)
+        result = result.index_add(0, token, F.linear(act, m.w2.weight) * weights[token, choice, None])
+    return result
+
+
+def grouped(
+    b: Block, x: Tensor, weights: Tensor, ids: Tensor, alpha: float = 1, counted: Callable[..., Tensor] = Tensor.float
+) -> Tensor:
+    ordered, perm = ids.flatten().sort(stable=True)
+    counts = torch.histc(counted(ordered), E, 0, E - 1)
+    offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+    gate, up = torch._grouped_mm(x[perm // K], b.gate_up.mT, offs=offsets).chunk(2, -1)
+    rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets) * weights.flatten()[perm][:, None]
+    return torch.zeros_like(x).index_add(0, perm // K, rows, alpha=alpha)
+
+
+def dense(b: Block, x: Tensor, scores: Tensor) -> Tensor:
+    act = F.silu(torch.einsum("th,ehi->eti", x, b.gate_t)) * torch.einsum("th,ehi->eti", x, b.up_t)
+    return torch.einsum("eth,te->th", torch.einsum("eti,eih->eth", act, b.down_t), scores)
+
+
+def agrees(module: torch.nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> Report:
+    """Compile without gradients, compare every result with the module's own, and give the report."""
+    module.requires_grad_(False)
+    expected = module(*inputs)
+    got, report = _compiled(module, *inputs)
+    for a, b in zip(_flat(got), _flat(expected), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    return report
+
+
+def _compiled(module: torch.nn.Module, *inputs: Tensor) -> tuple[object, Report]:
+    result = compile_eager(module)(*inputs)
+    return result, last_reports()[-1]
+
+
+def _flat(value: object) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)  # type: ignore[call-overload]
+
+
+def reasons(report: Report) -> str:
+    return "; ".join(miss.reason for miss in report.misses)
+
+
+def fp8(t: Tensor) -> Tensor:
+    return t.to(torch.float8_e4m3fn).to(t.dtype)
+
+
+def bf16(t: Tensor) -> Tensor:
+    return t.to(torch.bfloat16).to(t.dtype)
+
+
+class Rounded(torch.nn.Module):
+    """Logits in fp32, rounded to bf16, of rows that lie close together: the rounding decides who is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(lambda b, x, logits: None, torch.bfloat16)
+        spread = 1 + torch.arange(E)[:, None] * 5e-4
+        self.router = torch.nn.Parameter(torch.randn(1, H) * spread)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x.float(), self.router).to(torch.bfloat16)
+        weights, ids = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), K, -1)
+        return einsum(self.block, x, weights.to(x.dtype), ids), ids
+
+
+def test_a_rounding_before_the_softmax_decides_who_is_chosen():
+    torch.manual_seed(0)
+    report = agrees(Rounded(), torch.randn(64, H).bfloat16(), tolerance=3e-2)
+    assert report.matches
+
+
+def test_gate_and_up_in_another_dtype_than_down_are_refused():
+    def mixed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        act = F.silu(torch.einsum("ti,taoi->tao", x, b.gate[ids])) * torch.einsum("ti,taoi->tao", x, b.up[ids])
+        rows = torch.einsum("tao,taio->tai", act.bfloat16(), b.down.bfloat16()[ids])
+        return torch.einsum("tai,ta->ti", rows.float(), weights)
+
+    report = agrees(Block(mixed), torch.randn(T, H))
+    assert not report.matches
+    assert "gate and up compute in torch.float32, down in torch.bfloat16" in reasons(report)
+
+
+@pytest.mark.parametrize("keep", [fp8, bf16])
+@pytest.mark.parametrize("at", ["x", "gathered", "act", "rows"])
+def test_a_fake_quantisation_stays(at: str, keep: Callable[..., Tensor]):
+    report = agrees(Block(lambda b, x, l: einsum(b, x, *choose(x, l), keep, at)), torch.randn(T, H))
+    assert bool(report.matches) == (at == "x")
+
+
+@pytest.mark.parametrize("keep", [fp8, bf16])
+def test_fake_quantised_matrices_of_a_loop_stay(keep: Callable[..., Tensor]):
+    agrees(Block(lambda b, x, l: loop(b, x, *choose(x, l), keep)), torch.randn(T, H))
+
+
+def test_a_rounding_that_type_promotion_widens_again_is_refused():
+    def promoted(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        gate = torch.einsum("ti,taoi->tao", x, b.gate[ids]).bfloat16()
+        act = F.silu(gate) * torch.einsum("ti,taoi->tao", x, b.up[ids])
+        return torch.einsum("tai,ta->ti", torch.einsum("tao,taio->tai", act, b.down[ids]), weights)
+
+    report = agrees(Block(promoted), torch.randn(T, H))
+    assert not report.matches and "rounds to torch.bfloat16" in reasons(report)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_an_unsorted_top_k_is_replaced_only_where_nobody_sees_its_order(returned: bool):
+    def unsorted(b: Block, x: Tensor, logits: Tensor):
+        values, ids = torch.topk(logits.softmax(-1), 3, dim=-1, sorted=False)
+        weights = values / values.sum(-1, keepdim=True)
+        y = einsum(b, x, weights.to(x.dtype), ids)
+        return (y, weights, ids) if returned else y
+
+    (match,) = agrees(Block(unsorted), torch.randn(64, H)).matches
+    assert (match.router is None) == returned
+
+
+class WithIds(torch.nn.Module):
+    def __init__(self, spelling: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.block, self.spelling = Block(lambda b, x, logits: None), spelling
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return self.spelling(self.block, x, weights, ids)
+
+
+@pytest.mark.parametrize(
+    ("ids_of", "matches"),
+    [
+        (lambda ids: ids, False),
+        (lambda ids: ids.clamp(-1, E - 1), False),
+        (lambda ids: ids.clamp(0, E - 1), True),
+        (lambda ids: ids % E, True),
+        (lambda ids: ids % (E + 1) - 1, False),
+    ],
+)
+def test_ids_without_a_known_range_are_refused_where_weights_are_gathered(ids_of: Callable[..., Tensor], matches: bool):
+    module = WithIds(lambda b, x, weights, ids: einsum(b, x, weights, ids_of(ids)))
+    report = agrees(module, torch.randn(T, H), torch.rand(T, K), torch.randint(-E, E, (T, K)))
+    assert bool(report.matches) == matches
+
+
+def test_a_loop_takes_any_ids():
+    assert agrees(WithIds(loop), torch.randn(T, H), torch.rand(T, K), torch.randint(-E, E, (T, K))).matches
+
+
+def test_a_sum_over_all_tokens_is_not_the_renormalisation():
+    def globally(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        values, ids = torch.topk(logits.softmax(-1), K, dim=-1)
+        return einsum(b, x, values / values.reshape(1, -1).sum(-1, keepdim=True), ids)
+
+    (match,) = agrees(Block(globally), torch.randn(T, H)).matches
+    assert match.router is None
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("alpha", {"alpha": 0.5}),
+        ("clamped to 0..2", {"counted": lambda ids: ids.clamp(0, E - 2).float()}),
+        ("rounded to torch.bfloat16", {"counted": lambda ids: ids.bfloat16()}),
+    ],
+)
+def test_a_grouped_combine_or_count_of_another_kind_is_refused(words: str, options: dict):
+    module = Block(lambda b, x, l: grouped(b, x, *choose(x, l), **options), torch.bfloat16)
+    report = agrees(module, torch.randn(T, H).bfloat16(), tolerance=3e-2)
+    assert not report.matches and words in reasons(report)
+
+
+def test_a_clamp_that_changes_no_count_is_looked_through():
+    module = Block(
+        lambda b, x, l: grouped(b, x, *choose(x, l), counted=lambda i: i.clamp(0, E - 1).float()), torch.bfloat16
+    )
+    assert agrees(module, torch.randn(T, H).bfloat16(), tolerance=3e-2).matches
+
+
+def test_a_scatter_that_multiplies_is_refused():
+    def reduced(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        return dense(b, x, torch.zeros(x.shape[0], E).scatter(1, ids, weights, reduce="multiply"))
+
+    report = agrees(Block(reduced), torch.randn(T, H))
+    assert not report.matches and "reduces" in reasons(report)
+
+
+def test_ids_that_are_written_to_may_repeat_an_expert():
+    def without_accumulation(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        ids[:, 1] = ids[:, 0]
+        result = torch.zeros_like(x)
+        for e, expert in enumerate(b.experts):
+            token, choice = torch.where(ids == e)
+            result[token] += weights[token, choice, None] * expert(x[token])
+        return result
+
+    def scattered(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        ids[:, 1] = ids[:, 0]
+        return dense(b, x, torch.zeros(x.shape[0], E).scatter(1, ids, weights.flip(-1)))
+
+    for spelling in (without_accumulation, scattered):
+        # Which of two writes to one place stays is undefined: only that the block is refused counts.
+        _, report = _compiled(Block(spelling).requires_grad_(False), torch.randn(T, H))
+        assert not report.matches, spelling.__name__
+
+
+def test_an_activation_that_writes_into_the_packed_matmul_is_named():
+    def in_place(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        packed = torch.einsum("ti,taoi->tao", x, b.gate_up[ids])
+        act = F.silu(packed[..., :I], inplace=True) * packed[..., I:]
+        return torch.einsum("tai,ta->ti", torch.einsum("tao,taio->tai", act, b.down[ids]), weights)
+
+    report = agrees(Block(in_place), torch.randn(T, H))
+    assert not report.matches and "works in place" in reasons(report)
