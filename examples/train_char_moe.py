@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,8 +124,20 @@ class CharMoE(nn.Module):
         return F.cross_entropy(self.head(self.norm(x_BSH)).flatten(0, 1), next_BS.flatten())
 
 
-def train(text: torch.Tensor, steps: int, backend: str | None, threads: int, label: str) -> list[float]:
-    """The loss of each step. Same seed, same batches for every call; backend None is eager."""
+class Run(NamedTuple):
+    """The loss of each step, and its seconds; the first step of a compiled run holds the compilation."""
+
+    losses: list[float]
+    seconds: list[float]
+
+    @property
+    def step_ms(self) -> float:
+        """Median milliseconds of a step after the first."""
+        return 1e3 * statistics.median(self.seconds[1:] or self.seconds)
+
+
+def train(text: torch.Tensor, steps: int, backend: str | None, threads: int, label: str) -> Run:
+    """The losses and times of a run. Same seed, same batches for every call; backend None is eager."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     model = CharMoE()
@@ -134,23 +147,28 @@ def train(text: torch.Tensor, steps: int, backend: str | None, threads: int, lab
         step = torch.compile(model, backend=_named(backend), fullgraph=True, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     draw = torch.Generator().manual_seed(0)
-    losses: list[float] = []
+    run = Run([], [])
     begin = said = time.monotonic()
     for i in range(steps):
+        started = time.monotonic()
         starts = torch.randint(0, len(text) - LENGTH - 1, (BATCH,), generator=draw).tolist()
         rows = torch.stack([text[s : s + LENGTH + 1] for s in starts]).long()
         loss = step(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        run.losses.append(loss.item())
+        run.seconds.append(time.monotonic() - started)
         if i == 0 and backend is not None:
             print(f"{label}: compiled, with the first step, in {time.monotonic() - begin:.1f} s")
         if time.monotonic() - said > 10:
             said = time.monotonic()
-            print(f"{label}: step {i + 1} of {steps}, loss {losses[-1]:.3f}")
-    print(f"{label}: {steps} steps in {time.monotonic() - begin:.1f} s, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    return losses
+            print(f"{label}: step {i + 1} of {steps}, loss {run.losses[-1]:.3f}")
+    print(
+        f"{label}: {steps} steps in {time.monotonic() - begin:.1f} s, {run.step_ms:.1f} ms a step, "
+        f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}"
+    )
+    return run
 
 
 def _named(backend: str) -> Any:
@@ -198,7 +216,7 @@ def sparkline(losses: Sequence[float], low: float, high: float, width: int = 72)
     return "".join(marks[min(7, int(8 * (v - low) / (high - low + 1e-9)))] for v in picks)
 
 
-def draw_svg(curves: dict[str, Sequence[float]], caption: str) -> str:
+def draw_svg(curves: Mapping[str, Sequence[float]], caption: str) -> str:
     """All curves in one picture. Colour is not the only sign: each has its own dash and its name at the side."""
     styles = [("#888888", "none", 4), ("#d08000", "6 4", 2), ("#0050b0", "2 3", 2)]
     left, top, width, height = 60, 40, 620, 300
@@ -242,22 +260,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = read_text()
     text = text[: len(text) * 9 // 10]
     print(f"{len(text) / 1e6:.1f} MB of Python source, {BATCH} x {LENGTH} bytes a step, {EXPERTS} experts, fp32")
-    curves: dict[str, Sequence[float]] = {}
+    ways: list[tuple[str, str | None, int]] = [(arguments.backend, arguments.backend, 2)]
     if arguments.compare:
-        curves["eager, 1 thread"] = train(text, arguments.steps, None, 1, "eager, 1 thread")
-        curves["eager, 2 threads"] = train(text, arguments.steps, None, 2, "eager, 2 threads")
-    curves[arguments.backend] = ours = train(text, arguments.steps, arguments.backend, 2, arguments.backend)
+        print("eager runs twice: how far 1 and 2 threads part is the noise floor that the comparison allows")
+        ways = [("eager, 1 thread", None, 1), ("eager, 2 threads", None, 2), *ways]
+    runs = {name: train(text, arguments.steps, backend, threads, name) for name, backend, threads in ways}
+    curves = {name: run.losses for name, run in runs.items()}
+    ours = curves[arguments.backend]
 
     low, high = min(min(c) for c in curves.values()), max(max(c) for c in curves.values())
     print()
     for name, losses in curves.items():
-        print(f"{name:>17} {sparkline(losses, low, high)} {smooth(losses)[-1]:.3f}")
+        last = min(WINDOW, len(losses))
+        print(f"{name:>17} {sparkline(losses, low, high)} mean of last {last} losses {smooth(losses)[-1]:.3f}")
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "losses.svg").write_text(draw_svg(curves, "loss of the next byte, Python's standard library"))
     print(f"\ncurves: {(out / 'losses.svg').resolve()}")
     if not arguments.compare:
         return 0
+    eager_ms, our_ms = runs["eager, 2 threads"].step_ms, runs[arguments.backend].step_ms
+    print(
+        f"{our_ms:.1f} ms a step against {eager_ms:.1f} ms of eager, both on 2 threads: "
+        f"ratio {our_ms / eager_ms:.2f} (medians, without the first step)"
+    )
     good, lines = verdict(curves["eager, 1 thread"], curves["eager, 2 threads"], ours)
     print("\n".join(lines))
     print(f"{arguments.backend} {'agrees' if good else 'DOES NOT AGREE'} with eager")

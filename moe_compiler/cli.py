@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 from moe_compiler.errors import MoepdlError, OptionError
 
 if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
     from moe_compiler.graph_pass import GraphPass
     from moe_compiler.report import Report
 
@@ -253,6 +255,7 @@ def _opt(options: argparse.Namespace) -> int:
     )
     phase = phase if phase == "capture" else "backward" if "_backward_" in options.graph.name else "forward"
     context = Context(settings, phase, report)
+    at = _level_of(module)
     rewrites = run_passes(module, tuple(graph_pass for _, graph_pass in chosen), context)
     report.status = "rewritten" if rewrites else "unchanged"
     names = ", ".join(graph_pass.name for _, graph_pass in chosen)
@@ -263,6 +266,17 @@ def _opt(options: argparse.Namespace) -> int:
     if options.json:
         code = None if options.out is not None else text
         _print_json({"rewrites": rewrites, "report": report.to_dict(), "graph": code})
+    if not rewrites:
+        for _, graph_pass in chosen:
+            needed = _level_before(graph_pass.name)
+            if needed != at:
+                print(
+                    f"nothing was rewritten: {options.graph.name} is at level {at}, and {graph_pass.name} works on a "
+                    f"graph of level {needed}",
+                    file=sys.stderr,
+                )
+                break
+    if options.json:
         return DONE
     from moe_compiler.dump import passes_text
 
@@ -272,6 +286,22 @@ def _opt(options: argparse.Namespace) -> int:
     if options.out is None:
         print(text, end="")
     return DONE
+
+
+def _level_of(module: GraphModule) -> str:
+    """The first level that has all of our operators in this graph, in lower case."""
+    from moe_compiler.moe_ir import Level, vocabulary_errors
+
+    return next((level.name.lower() for level in Level if not vocabulary_errors(module.graph, level)), "mixed")
+
+
+def _level_before(name: str) -> str:
+    """The level of the graphs that a pass works on: the one that the pass before it leaves."""
+    from moe_compiler.pipeline import PIPELINE
+
+    names = [graph_pass.name for _, graph_pass in PIPELINE]
+    level = PIPELINE[max(names.index(name) - 1, 0)][1].level
+    return level.name.lower()
 
 
 def _named_passes(names: Sequence[str]) -> list[tuple[str, GraphPass]]:
@@ -347,6 +377,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _env(options: argparse.Namespace) -> int:
     from moe_compiler import __version__, device
+    from moe_compiler.options import not_options
 
     facts: dict[str, Any] = {"moepdl": __version__, **device.describe()}
     off = device.why_no_pdl("cuda" if "capability" in facts else "cpu")
@@ -356,13 +387,18 @@ def _env(options: argparse.Namespace) -> int:
     )
     facts["untested"] = device.untested_versions()
     facts["environment"] = {key: value for key, value in sorted(os.environ.items()) if key.startswith("MOEPDL_")}
+    facts["no_option"] = not_options(os.environ)
     if options.json:
         _print_json(facts)
         return DONE
     width = max(map(len, facts))
     for key, value in facts.items():
         if isinstance(value, dict):
-            value = " ".join(f"{name}={text}" for name, text in value.items()) or "no MOEPDL_ variable is set"
+            if key == "no_option":
+                flags = [f"{name} sets no option" + (f" (try {near})" if near else "") for name, near in value.items()]
+                value = ", ".join(flags)
+            else:
+                value = " ".join(f"{name}={text}" for name, text in value.items()) or "no MOEPDL_ variable is set"
         if value != "":
             print(f"{key:<{width}}  {value}")
     return DONE

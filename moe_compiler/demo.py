@@ -452,6 +452,10 @@ def _print_results(results: list[Result], dtype: str, saved: list[Path]) -> None
     faster = [statistics.median(r.seconds["moepdl"]) < statistics.median(r.seconds["inductor"]) for r in results]
     print(f"moepdl is faster than Inductor in {sum(faster)} of {len(faster)} workloads\n")
     first = True
+    if any(result.reports for result in results):
+        print(
+            "what moepdl did, by workload; the number is Dynamo's: code/compilation, Inductor's compilations included"
+        )
     for result in results:
         for report in result.reports:
             # One in full; the others have the same blocks.

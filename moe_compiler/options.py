@@ -19,8 +19,12 @@ from typing import Any
 from moe_compiler.errors import OptionError
 
 PREFIX = "MOEPDL_"
+# Variables of the prefix that other parts read: the command line, the Makefile.
+NOT_OPTIONS = ("MOEPDL_VERBOSE", "MOEPDL_VENV")
 TRUE_TEXTS = ("1", "true", "on", "yes")
 FALSE_TEXTS = ("0", "false", "off", "no")
+# Valid values to suggest where the user's resembles none.
+_EXAMPLES: dict[str, Any] = {"require_match": True, "dump": "out", "inductor": {"max_autotune": True}}
 
 
 def _told(doc: str, allowed: str, *, choices: tuple[Any, ...] = (), in_key: bool = True) -> dict[str, Any]:
@@ -206,6 +210,17 @@ def _unknown(what: str, name: str, known: Collection[str], introduction: str) ->
     )
 
 
+def not_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables `MOEPDL_*` that set no option, each with what its name may have meant, or ""."""
+    found = {}
+    for name in sorted(environ):
+        key = name.removeprefix(PREFIX).lower()
+        if name.startswith(PREFIX) and key not in _specs() and name not in NOT_OPTIONS:
+            nearest = difflib.get_close_matches(key, _specs(), n=1)
+            found[name] = PREFIX + nearest[0].upper() if nearest else ""
+    return found
+
+
 def _bad(key: str, value: Any, source: str, why: str = "") -> OptionError:
     spec = _specs()[key]
     why = why or f"allowed: {spec.metadata['allowed']}"
@@ -214,9 +229,15 @@ def _bad(key: str, value: Any, source: str, why: str = "") -> OptionError:
         nearest = "on" if value else "off"
     else:
         nearest = next(iter(difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)), "")
-    suggestion = (
-        f"{key}={words[nearest]!r}".replace("'", '"') if nearest else f"leave {key} out: {spec.metadata['doc']}"
-    )
+    if key == "disable" and isinstance(value, str):
+        valid: Any = _parse_names(value)
+    elif key == "dryrun" and isinstance(value, (int, float)):
+        valid = bool(value)
+    elif nearest:
+        valid = words[nearest]
+    else:
+        valid = _EXAMPLES.get(key, Options().to_dict()[key])
+    suggestion = f"{key}={valid!r}".replace("'", '"')
     return OptionError(f"{source}={value!r} is not allowed".replace("'", '"'), why=why, try_=suggestion)
 
 
@@ -267,9 +288,23 @@ def _check_dump(key: str, value: Any, source: str, _: Collection[str]) -> str | 
 
 
 def _check_inductor(key: str, value: Any, source: str, _: Collection[str]) -> dict[str, Any]:
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return dict(value)
-    raise _bad(key, value, source)
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise _bad(key, value, source)
+    if value:
+        from torch._inductor import list_options
+
+        known = list_options()
+        for name in value:
+            if name not in known:
+                # A name without its group (`cudagraphs` for `triton.cudagraphs`) is nearer than any spelling.
+                grouped = [option for option in known if option.rpartition(".")[2] == name]
+                nearest = grouped or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+                raise OptionError(
+                    f"{source}: Inductor has no option {name!r}",
+                    why="the names are those of torch._inductor.list_options(), groups with a dot: triton.cudagraphs",
+                    try_=nearest[0],
+                )
+    return dict(value)
 
 
 def _check_mode(key: str, value: Any, source: str, _: Collection[str]) -> str | None:

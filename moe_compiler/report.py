@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,13 @@ from moe_compiler.errors import MoepdlError
 SCHEMA = 1
 STATUSES = ("rewritten", "unchanged", "fallback", "dryrun")
 _WORST_FIRST = ("fallback", "rewritten", "dryrun", "unchanged")
+
+# The stages that one launch of a CPU chain runs by itself, in their order.
+LOOP_STAGES = {
+    "experts_loop": ("gate_up", "down", "combine"),
+    "experts_loop_saving": ("gate_up", "down", "combine"),
+    "experts_loop_backward": ("grad_act", "grad_down", "grad_gate_up", "grad_pairs", "grad_input_weights", "combine"),
+}
 
 R = TypeVar("R")
 
@@ -291,7 +299,7 @@ class Report:
     def summary(self) -> str:
         """One line: status, blocks, chains, programmatic edges, misses."""
         matched, missed = _total(self.matches), _total(self.misses)
-        parts = [f"moepdl {self.frame}: {self.status}", f"{plural(matched, 'block')} matched"]
+        parts = [f"moepdl {self.frame}: {self.status}", f"{plural(matched, 'block')} matched{self._none_found()}"]
         alone = _total(match for match in self.matches if match.left_alone)
         if alone:
             parts.append(f"{alone} left alone")
@@ -310,6 +318,7 @@ class Report:
         lines += [f"  {_match_line(match)}" for match in self.folded_matches()]
         if self.schedule or self.phases_pending:
             lines.append(f"  schedule: {self._schedule_text()}")
+            lines += [f"  {line}" for line in self.loop_lines()]
         if self.schedule:
             lines.append(f"  {self.pdl_text()}")
         lines += [f"  note: {_indent(note)}" for note in self.notes]
@@ -319,6 +328,29 @@ class Report:
         if self.dump_folder:
             lines.append(f"  dump: {self.dump_folder}")
         return "\n".join(lines)
+
+    def _none_found(self) -> str:
+        """Why nothing matched, when the search ran and met no candidate at all."""
+        searched = any(record.name == "find_moe" for record in self.passes)
+        if self.matches or self.misses or self.errors or not searched:
+            return ""
+        return ": no top-k and no expert matmul found"
+
+    def loop_lines(self) -> list[str]:
+        """For each launch that is a loop over the experts, which of the DAG's stages it runs."""
+        lines: dict[str, None] = {}
+        for chain in self.folded_schedule():
+            # A block whose input or weights need no gradient has fewer stages; the DAG knows which.
+            found = {
+                str(node.get("label")) for dag in self.dags if dag.direction == chain.direction for node in dag.nodes
+            }
+            for variant in chain.variants:
+                for launch in variant.launches:
+                    stages = LOOP_STAGES.get(launch.kernel, ())
+                    stages = tuple(stage for stage in stages if stage in found) or stages
+                    if stages:
+                        lines[f"{launch.kernel}: one loop over the experts runs {', '.join(stages)}"] = None
+        return list(lines)
 
     def pdl_text(self) -> str:
         """Is PDL in use, and if not, why."""
@@ -336,7 +368,10 @@ class Report:
                 for variant in chain.variants
             )
             parts.append(f"{chain.direction} {plural(chain.count, 'chain')} ({variants})")
-        parts += [f"{phase} pending" for phase in self.phases_pending]
+        parts += [
+            f"{phase} pending" + (" (compiled at the first backward call)" if phase == "backward" else "")
+            for phase in self.phases_pending
+        ]
         return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -420,10 +455,16 @@ def _match_line(match: MatchRecord) -> str:
     return line + (f"; left alone: {match.left_alone}" if match.left_alone else "")
 
 
+def split_where(where: str) -> tuple[str, str]:
+    """(`file:line`, code) of a user line as it is shown: a file of an installed library from its package on."""
+    head, _, code = where.partition(": ")
+    return re.sub(r"^.*[\\/](?:site|dist)-packages[\\/]", "", head), code
+
+
 def _spaced(where: str) -> str:
     """`file:line: code` with two spaces in place of the second colon, which makes the path easy to click or copy."""
-    head, separator, code = where.partition(": ")
-    return f"{head}  {code}" if separator else where
+    head, code = split_where(where)
+    return f"{head}  {code}" if code else head
 
 
 def _indent(text: str) -> str:

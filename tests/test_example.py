@@ -36,7 +36,9 @@ def test_the_text_is_python_source_and_the_same_each_time(example: ModuleType):
 
 
 def test_the_loss_starts_at_chance_and_falls(example: ModuleType):
-    losses = example.train(example.read_text(50_000), 12, None, 1, "eager")
+    run = example.train(example.read_text(50_000), 12, None, 1, "eager")
+    losses = run.losses
+    assert len(run.seconds) == 12 and min(run.seconds) * 1e3 <= run.step_ms
     assert losses[0] == pytest.approx(math.log(256), abs=0.3)
     assert losses[-1] < losses[0] - 1
 

@@ -26,6 +26,23 @@ def test_the_example_is_five_lines_of_python():
     assert len(code.splitlines()) == 5
 
 
+def test_every_command_is_named():
+    from moe_compiler import cli
+
+    commands = re.findall(r"^    moepdl (\w+)", cli.__doc__ or "", flags=re.MULTILINE)
+    assert len(commands) == 7
+    assert [name for name in commands if f"`moepdl {name}" not in README] == []
+
+
+def test_the_routers_are_explained():
+    rows = re.findall(r"^\| .+ \| (R\d) \|$", README, flags=re.MULTILINE)
+    assert rows == ["R1", "R2", "R3", "R4", "R7"]
+
+
+def test_no_path_is_shortened_by_hand():
+    assert ".../" not in README
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z-]+)", README))))
 def test_a_target_that_is_named_exists(target: str):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

@@ -23,6 +23,7 @@ from moe_compiler.report import (
     Report,
     VariantRecord,
     plural,
+    split_where,
 )
 from moe_compiler.viz import svg
 from moe_compiler.viz.layout import lay_out
@@ -102,7 +103,8 @@ def _header(report: Report) -> str:
     if last:
         words.append(f"{report.pdl_text()}.")
     if report.phases_pending:
-        words.append(f"Not compiled yet: {', '.join(report.phases_pending)}.")
+        later = " (compiled at the first backward call)" if "backward" in report.phases_pending else ""
+        words.append(f"Not compiled yet: {', '.join(report.phases_pending)}{later}.")
     return (
         f'<header><h1>moepdl report</h1><span class="badge {style}"><span aria-hidden="true">{sign}</span>'
         f'{escape(report.status)}</span><span class="muted">frame {escape(report.frame)}</span></header>\n'
@@ -118,9 +120,9 @@ def _notes(report: Report) -> str:
 
 def _where(where: str) -> str:
     """`file:line: code` with the file told apart from the code."""
-    place, separator, code = where.partition(": ")
-    if not separator:
-        return f'<span class="where mono">{escape(where)}</span>' if where else ""
+    place, code = split_where(where)
+    if not code:
+        return f'<span class="where mono">{escape(place)}</span>' if place else ""
     return f'<span class="where mono"><span class="file">{escape(place)}</span>  {escape(code)}</span>'
 
 
@@ -224,7 +226,9 @@ def _schedule(report: Report) -> str:
     if not chains:
         return ""
     pictures = [_chain(chain, number) for number, chain in enumerate(chains)]
-    return svg.legend() + "".join(pictures)
+    loops = "".join(f'<p class="muted">{escape(line)}</p>' for line in report.loop_lines())
+    signs = svg.lane_signs(variant for chain in chains for variant in chain.variants)
+    return svg.legend(signs) + loops + "".join(pictures)
 
 
 def _chain(chain: ChainRecord, number: int) -> str:
@@ -289,10 +293,12 @@ def _edge(edge: EdgeRecord, variant: VariantRecord) -> str:
 
 def _dags(dags: list[DagRecord]) -> str:
     parts = []
+    signs: set[str] = set()
     for number, record in enumerate(dags):
         if not record.nodes:
             continue
         layout = lay_out(record)
+        signs |= {svg.route_style(route) for route in layout.routes}
         note = f"<span>{escape(layout.note)}</span>" if layout.note else ""
         title = f"{record.direction} dependency DAG: {len(record.nodes)} nodes, {len(record.edges)} edges"
         caption = (
@@ -301,7 +307,7 @@ def _dags(dags: list[DagRecord]) -> str:
         )
         picture = svg.dag(layout, f"moepdl-dag-{number}", title)
         parts.append(f'<figure>{caption}<div class="scroll">{picture}</div></figure>')
-    return "".join(parts)
+    return svg.legend(signs, dag=True) + "".join(parts)
 
 
 def _graphs(graphs: list[GraphRecord]) -> str:

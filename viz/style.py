@@ -70,7 +70,7 @@ CSS = (
 .moepdl .chips li { margin: 0; padding: 1px 9px; border: 1px solid var(--line); border-radius: 6px;
   background: var(--raised); font-size: 13px; }
 .moepdl .where { display: block; margin: 8px 0 0; padding: 6px 10px; background: var(--raised);
-  border: 1px solid var(--line); border-radius: 6px; overflow-x: auto; white-space: pre; font-size: 13px; }
+  border: 1px solid var(--line); border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
 .moepdl .where .file { color: var(--muted); }
 .moepdl .steps { letter-spacing: 2px; color: var(--warn); }
 .moepdl .scroll { overflow-x: auto; }

@@ -7,7 +7,7 @@ readers and a tooltip on each bar and box. The kind of an edge is told by its st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from moe_compiler.report import EdgeRecord, VariantRecord
 from moe_compiler.viz.layout import Box, Layout, Route, text_width
 from moe_compiler.viz.timeline import Span, place, total_us
 
-__all__ = ["dag", "edge_style", "legend", "swim_lanes"]
+__all__ = ["dag", "edge_style", "lane_signs", "legend", "route_style", "swim_lanes"]
 
 WIDTH = 1036.0
 ROW = 30.0
@@ -25,16 +25,33 @@ BAND_PADDING = 6.0
 STREAM_WIDTH = 74.0
 AXIS_HEIGHT = 30.0
 MIN_BAR = 2.0
+GAP = 7.0  # between two lines, so that their heads do not touch
 
 
 def edge_style(edge: EdgeRecord, variant: VariantRecord) -> str:
-    """ "pdl" for a programmatic edge, "plain" for a kernel boundary between neighbours of a stream, else "data"."""
+    """ "pdl" for a programmatic edge; "plain" between neighbours of a stream, of which one reads or overwrites what the
+    other wrote; else "data".
+    """
     if edge.programmatic:
         return "pdl"
+    return "plain" if _neighbours(edge, variant) and edge.kind not in ("order", "effect") else "data"
+
+
+def _neighbours(edge: EdgeRecord, variant: VariantRecord) -> bool:
+    """Are the ends launches of one stream with no other launch of it between them?"""
     streams = [launch.stream for launch in variant.launches]
     between = streams[edge.producer + 1 : edge.consumer]
-    neighbours = streams[edge.producer] == streams[edge.consumer] and streams[edge.producer] not in between
-    return "plain" if neighbours else "data"
+    return streams[edge.producer] == streams[edge.consumer] and streams[edge.producer] not in between
+
+
+def lane_signs(variants: Iterable[VariantRecord]) -> set[str]:
+    """What the legend of these swim lanes has to explain: styles of edges, and "early" for the hatch."""
+    signs = set()
+    for variant in variants:
+        count = len(variant.launches)
+        signs |= {edge_style(edge, variant) for edge in variant.edges if 0 <= edge.producer < edge.consumer < count}
+        signs |= {"early" for span in place(variant) if span.early}
+    return signs
 
 
 def swim_lanes(variant: VariantRecord, identity: str, title: str) -> str:
@@ -77,16 +94,23 @@ def swim_lanes(variant: VariantRecord, identity: str, title: str) -> str:
         parts.append(_text(x, bottom + 18, f"{tick:g}", "small", anchor="middle"))
     parts.append(_text(right + 16, bottom + 18, unit, "small"))
     first = min(span.launch.stream for span in spans)
+    edges = [edge for edge in variant.edges if 0 <= edge.producer < edge.consumer < len(spans)]
+    near = [edge for edge in edges if edge.programmatic or _neighbours(edge, variant)]
+    far = [edge for edge in edges if not (edge.programmatic or _neighbours(edge, variant))]
+    bars = {
+        span.index: (left + span.start * scale, left + span.start * scale + max(span.duration * scale, MIN_BAR))
+        for span in spans
+    }
     drawn = [
-        (edge_style(edge, variant), _lane_edge(edge, edge_style(edge, variant), spans, rows, left, scale, identity))
-        for edge in variant.edges
-        if 0 <= edge.producer < edge.consumer < len(spans)
+        (edge, edge_style(edge, variant), path)
+        for edge, path in [
+            *((edge, _near_path(edge, bars, rows)) for edge in near),
+            *zip(far, _far_paths(far, bars, rows), strict=True),
+        ]
     ]
-    # Long dependences run behind the bars, so that no line crosses a duration.
-    parts += [text for style, text in drawn if style == "data"]
     for span, name in zip(spans, names, strict=True):
         parts.append(_bar(span, name, rows[span.index], left, scale, predicted, span.launch.stream != first, identity))
-    parts += [text for style, text in drawn if style != "data"]
+    parts += [_lane_edge(edge, style, path, spans, identity) for edge, style, path in drawn]
     parts.append("</svg>")
     return "".join(parts)
 
@@ -99,7 +123,7 @@ def _frame(identity: str, title: str, width: float, height: float) -> Iterator[s
     )
     yield f'<title id="{identity}-title">{escape(title)}</title><defs>'
     for kind in ("edge", "pdl"):
-        size = 6 if kind == "edge" else 4
+        size = 4.5 if kind == "edge" else 4
         yield (
             f'<marker id="{identity}-{kind}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="{size}" '
             f'markerHeight="{size}" orient="auto"><path class="tip {kind}" d="M0 0 L8 4 L0 8 z"/></marker>'
@@ -146,30 +170,68 @@ def _bar(
     return "".join([*parts, "</g>"])
 
 
-def _lane_edge(
-    edge: EdgeRecord,
-    style: str,
-    spans: list[Span],
-    rows: dict[int, float],
-    left: float,
-    scale: float,
-    identity: str,
-) -> str:
-    """From the producer's bar to the start of the consumer's, above or below it."""
-    producer, consumer = spans[edge.producer], spans[edge.consumer]
+def _near_path(edge: EdgeRecord, bars: dict[int, tuple[float, float]], rows: dict[int, float]) -> str:
+    """From the producer's bar to the start of the consumer's, which is in the next row, above or below it."""
     sign = 1.0 if rows[edge.consumer] > rows[edge.producer] else -1.0
-    x2 = left + consumer.start * scale
-    y2 = rows[edge.consumer] - sign * (BAR / 2 + 0.5)
-    if style == "pdl":
-        x2 += 1.5
-        x1, y1 = x2, rows[edge.producer] + sign * BAR / 2
-        path = f"M{_n(x1)} {_n(y1)} V{_n(y2)}"
-    else:
-        x1, y1 = left + producer.end * scale - 1, rows[edge.producer] + sign * BAR / 2
-        x2 += 0.5 if style == "plain" else 5
-        middle = (y1 + y2) / 2
-        path = f"M{_n(x1)} {_n(y1)} C{_n(x1)} {_n(middle)} {_n(x2)} {_n(middle)} {_n(x2)} {_n(y2)}"
-    words = {"pdl": "programmatic edge", "plain": "kernel boundary", "data": "dependence"}[style]
+    y1, y2 = rows[edge.producer] + sign * BAR / 2, rows[edge.consumer] - sign * (BAR / 2 + 0.5)
+    x2 = bars[edge.consumer][0] + 1.5
+    if edge.programmatic:
+        return f"M{_n(x2)} {_n(y1)} V{_n(y2)}"
+    x1, middle = bars[edge.producer][1] - 1, (y1 + y2) / 2
+    return f"M{_n(x1)} {_n(y1)} C{_n(x1)} {_n(middle)} {_n(x2)} {_n(middle)} {_n(x2)} {_n(y2)}"
+
+
+def _far_paths(edges: list[EdgeRecord], bars: dict[int, tuple[float, float]], rows: dict[int, float]) -> list[str]:
+    """Down (or up) beside the bars in between, then along the consumer's row, which is empty ahead of its bar.
+
+    No two verticals run closer than GAP, and each edge enters the consumer's bar at a height of its own.
+    """
+    taken: list[tuple[float, float, float]] = []
+    entries: dict[int, list[EdgeRecord]] = {}
+    for edge in edges:
+        entries.setdefault(edge.consumer, []).append(edge)
+    paths = []
+    for edge in edges:
+        others = entries[edge.consumer]
+        step = min(8.0, (BAR - 6) / max(len(others) - 1, 1))
+        y2 = rows[edge.consumer] + (others.index(edge) - (len(others) - 1) / 2) * step
+        low, high = sorted((rows[edge.producer], y2))
+        first, last = bars[edge.producer]
+        start = bars[edge.consumer][0]
+        blocked = [
+            (bars[index][0] - 1, bars[index][1] + 3)
+            for index, y in rows.items()
+            if index not in (edge.producer, edge.consumer) and low < y < high
+        ]
+        # The arrow of a neighbour leaves where its consumer starts; its head is as wide as GAP.
+        blocked += (
+            [(bars[edge.producer + 1][0] - GAP, bars[edge.producer + 1][0] + GAP)] if edge.producer + 1 in bars else []
+        )
+        blocked += [(x - GAP, x + GAP) for x, top, bottom in taken if top < high and bottom > low]
+        limit = start - 12  # room for the head
+        x1 = _free_x(min(last - 3, limit), first + 1, limit, blocked)
+        taken.append((x1, low, high))
+        sign = 1.0 if y2 > rows[edge.producer] else -1.0
+        if x1 <= last:
+            head = f"M{_n(x1)} {_n(rows[edge.producer] + sign * BAR / 2)}"
+        else:  # out of the producer's right end
+            head = f"M{_n(last)} {_n(rows[edge.producer])} H{_n(x1)}"
+        paths.append(f"{head} V{_n(y2)} H{_n(start - 0.5)}")
+    return paths
+
+
+def _free_x(wish: float, low: float, high: float, blocked: list[tuple[float, float]]) -> float:
+    """The place nearest to the wish that lies in no blocked interval: to the left down to `low`, then to the right."""
+    inside = [end for begin, end in blocked for end in (begin, end)]
+    places = [x for x in (wish, *inside) if not any(begin < x < end for begin, end in blocked)]
+    left = [x for x in places if low <= x <= wish]
+    right = [x for x in places if wish <= x <= high]
+    # Nothing is free only where bars are narrower than the lines: left of them all nothing is in the way but names.
+    return max(left) if left else min(right) if right else min([low - GAP, *(x for x in places if x < low)])
+
+
+def _lane_edge(edge: EdgeRecord, style: str, path: str, spans: list[Span], identity: str) -> str:
+    words = {"pdl": "programmatic edge", "plain": "plain edge", "data": "dependence"}[style]
     title = f"{spans[edge.producer].launch.kernel} to {spans[edge.consumer].launch.kernel}: {words}, {edge.kind}"
     title += f" through {', '.join(edge.through)}" if edge.through else ""
     title += f"; {edge.why}" if edge.why else ""
@@ -188,13 +250,20 @@ def _ticks(total: float) -> list[float]:
     return [round(step * index, 6) for index in range(int(total / step + 1e-9) + 1)]
 
 
-def legend() -> str:
-    """What the strokes and the hatch of both pictures mean, as a list with small samples."""
+def legend(signs: Iterable[str], *, dag: bool = False) -> str:
+    """What the strokes and the hatch of a picture mean, of those that it has; "" for none."""
+    present = set(signs)
+    plain = "what one writes the other reads" if dag else "the consumer starts after the producer has ended"
     samples = [
-        ('<path class="line pdl" d="M1 8 H27"/>', "programmatic edge (PDL)"),
-        ('<path class="line plain" d="M1 8 H27"/>', "plain edge: the consumer starts after the producer has ended"),
-        ('<path class="line data" d="M1 8 H27"/>', "any other dependence or order"),
+        ("pdl", '<path class="line pdl" d="M1 8 H27"/>', "programmatic edge (PDL)"),
+        ("plain", '<path class="line plain" d="M1 8 H27"/>', f"plain edge: {plain}"),
         (
+            "data",
+            '<path class="line data" d="M1 8 H27"/>',
+            "any other order" if dag else "between launches that are not neighbours, or an order without data",
+        ),
+        (
+            "early",
             '<rect class="bar" x="1" y="2" width="26" height="12" rx="2"/>'
             '<path class="hatch" d="M2 13 L8 3 M6 13 L12 3 M10 13 L16 3"/>',
             "hatched: runs before its producer has ended",
@@ -202,9 +271,17 @@ def legend() -> str:
     ]
     items = "".join(
         f'<li><svg width="28" height="16" viewBox="0 0 28 16" aria-hidden="true">{sample}</svg>{escape(text)}</li>'
-        for sample, text in samples
+        for sign, sample, text in samples
+        if sign in present
     )
-    return f'<ul class="legend">{items}</ul>'
+    return f'<ul class="legend">{items}</ul>' if items else ""
+
+
+def route_style(route: Route) -> str:
+    """The style of a DAG's edge: "pdl", "plain" for a read after a write, else "data"."""
+    if route.edge.get("programmatic"):
+        return "pdl"
+    return "plain" if str(route.edge.get("kind", "raw")) == "raw" and not route.backward else "data"
 
 
 def dag(layout: Layout, identity: str, title: str) -> str:
@@ -241,7 +318,7 @@ def _box(box: Box) -> str:
 def _route(route: Route, boxes: dict[str, Box], identity: str) -> str:
     programmatic = bool(route.edge.get("programmatic"))
     kind = str(route.edge.get("kind", "raw"))
-    style = "pdl" if programmatic else "plain" if kind == "raw" and not route.backward else "data"
+    style = route_style(route)
     points = route.points
     path = f"M{_n(points[0][0])} {_n(points[0][1])}"
     for (x1, y1), (x2, y2) in pairwise(points):

@@ -118,6 +118,9 @@ def test_env_tells_versions_and_why_there_is_no_pdl(capsys, monkeypatch):
     assert "torch 2.13 with triton 3.9" in facts["tested"]
     _, out, _ = run(capsys, "env")
     assert "MOEPDL_PDL=off" in out
+    assert "no_option" not in out
+    monkeypatch.setenv("MOEPDL_PDLL", "off")
+    assert "MOEPDL_PDLL sets no option (try MOEPDL_PDL)" in run(capsys, "env")[1]
     assert torch.__version__ in out
 
 
@@ -185,6 +188,18 @@ def test_opt_refuses_what_it_cannot_run(capsys, graph, passes, first, last):
     assert code == cli.MISUSED
     assert err.splitlines()[0] == f"moepdl: {first}"
     assert err.splitlines()[-1].startswith(last)
+
+
+def test_opt_names_the_levels_when_nothing_fits(capsys, graph):
+    code, out, err = run(capsys, "opt", graph, "--passes", "expand_stages")
+    assert code == cli.DONE
+    assert (
+        "nothing was rewritten: 00_captured.py is at level captured, and expand_stages works on a graph of level moe"
+        in err
+    )
+    assert "nothing was rewritten" not in out
+    assert "of level stages" in run(capsys, "opt", graph, "--passes", "lower")[2]
+    assert "nothing was rewritten" not in run(capsys, "opt", graph, "--passes", "find_moe")[2]
 
 
 def test_opt_on_a_missing_file(capsys, tmp_path):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_compiler import demo
+from moe_compiler import demo, progress
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -88,6 +89,17 @@ def test_without_transformers_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     message = capsys.readouterr().err
     assert "No module named 'transformers'" in message
     assert "try: pip install 'transformers" in message
+
+
+def test_a_long_wait_names_each_phase_as_it_begins(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "QUIET_S", 0.02)
+    stream = io.StringIO()
+    with progress.Progress("demo", stream) as line:
+        line.step("compiling")
+        line._done.wait(0.3)
+        line.step("timing")
+        line.step("timing")
+    assert [text.split(": ")[1] for text in stream.getvalue().splitlines()] == ["compiling", "timing"]
 
 
 @pytest.mark.slow

@@ -153,7 +153,8 @@ def test_options_are_part_of_the_cache_key():
     def key(options):
         return post_grad_pass(lambda module: None, resolve(options, known_names=known_names())).uuid()
 
-    assert key({}) == key({"dump": "somewhere"})
+    assert key({}) == key({"require_match": True})
+    assert key({"dump": "somewhere"}) == key({"dump": "elsewhere"}) != key({})
     assert key({}) != key({"pdl": "off"})
     assert key({}) != key({"disable": ["chain_pdl"]})
 

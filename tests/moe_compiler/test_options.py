@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 
 from moe_compiler.errors import OptionError
-from moe_compiler.options import Options, describe, keys, resolve
+from moe_compiler.options import Options, describe, keys, not_options, resolve
 
 NAMES = frozenset({"find_moe", "raise_moe", "chain_pdl", "grouped_mm"})
 
@@ -111,23 +112,28 @@ def test_a_slip_in_a_variable_is_an_error_and_a_foreign_variable_is_not():
             'allowed: "auto", "on", "off"',
             'overlap="off"',
         ),
-        ({"chunks": 0}, 'options["chunks"]=0 is not allowed', 'allowed: "auto" or an int >= 1', "leave chunks out"),
+        ({"chunks": 0}, 'options["chunks"]=0 is not allowed', 'allowed: "auto" or an int >= 1', 'chunks="auto"'),
         (
             {"chunks": True},
             'options["chunks"]=True is not allowed',
             'allowed: "auto" or an int >= 1',
-            "leave chunks out",
+            'chunks="auto"',
         ),
-        ({"dryrun": 1}, 'options["dryrun"]=1 is not allowed', "allowed: True or False", "leave dryrun out"),
-        ({"require_match": -1}, 'options["require_match"]=-1', "allowed: False, True or an int >= 0", "leave require"),
+        ({"dryrun": 1}, 'options["dryrun"]=1 is not allowed', "allowed: True or False", "dryrun=True"),
+        (
+            {"require_match": -1},
+            'options["require_match"]=-1',
+            "allowed: False, True or an int >= 0",
+            "require_match=True",
+        ),
         (
             {"disable": "find_moe"},
             'options["disable"]="find_moe"',
             "a list of pass or formulation names",
-            "leave disable",
+            'disable=["find_moe"]',
         ),
-        ({"inductor": []}, 'options["inductor"]=[] is not allowed', "a dict", "leave inductor out"),
-        ({"dump": 3}, 'options["dump"]=3 is not allowed', "a path or None", "leave dump out"),
+        ({"inductor": []}, 'options["inductor"]=[] is not allowed', "a dict", 'inductor={"max_autotune": True}'),
+        ({"dump": 3}, 'options["dump"]=3 is not allowed', "a path or None", 'dump="out"'),
     ],
 )
 def test_bad_values_say_what_is_allowed(options, first, allowed, suggestion):
@@ -140,6 +146,37 @@ def test_bad_values_say_what_is_allowed(options, first, allowed, suggestion):
 def test_bad_environment_text_names_the_variable():
     assert refused(MOEPDL_TUNE="ful").startswith('MOEPDL_TUNE="ful" is not allowed')
     assert "not JSON" in refused(MOEPDL_INDUCTOR="{")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("nope", ""), ("max_autotun", "max_autotune"), ("cudagraphs", "triton.cudagraphs"), ("debgu", "debug")],
+)
+def test_inductors_keys_are_checked(name, nearest):
+    lines = refused({"inductor": {name: 1}}).splitlines()
+    assert lines[0] == f"options[\"inductor\"]: Inductor has no option '{name}'"
+    assert lines[1].startswith("  why: the names are those of torch._inductor.list_options()")
+    assert lines[2].startswith(f"  try: {nearest}")
+    assert refused(MOEPDL_INDUCTOR='{"nope": 1}').startswith("MOEPDL_INDUCTOR: Inductor has no option 'nope'")
+
+
+def test_a_key_of_a_group_of_inductors_is_one():
+    patches = {"triton.cudagraphs": True, "max_autotune": True}
+    assert made({"inductor": patches}).inductor == patches
+
+
+def test_what_is_suggested_is_allowed():
+    for options in ({"pdl": 3}, {"chunks": -1}, {"dryrun": "x"}, {"dryrun": 0}, {"require_match": "x"}, {"dump": 3}):
+        suggestion = refused(options).splitlines()[2].removeprefix("  try: ")
+        key, _, value = suggestion.partition("=")
+        assert key in options
+        made({key: ast.literal_eval(value)})
+    assert refused({"disable": "find_moe,grouped_mm"}).endswith('try: disable=["find_moe", "grouped_mm"]')
+
+
+def test_variables_that_are_no_option():
+    environ = {"MOEPDL_PDL": "off", "MOEPDL_VERBOSE": "1", "MOEPDL_FOO": "1", "MOEPDL_VERIFI": "off", "HOME": "/"}
+    assert not_options(environ) == {"MOEPDL_FOO": "", "MOEPDL_VERIFI": "MOEPDL_VERIFY"}
 
 
 def test_mode_may_be_given_either_way_but_not_twice():
@@ -158,8 +195,8 @@ def test_mode_must_be_one_of_inductors():
 
 
 def test_equal_options_have_equal_keys_whatever_their_order():
-    one = made({"disable": ["find_moe", "chain_pdl"], "inductor": {"b": 1, "a": 2}})
-    two = made({"inductor": {"a": 2, "b": 1}, "disable": ["chain_pdl", "find_moe"]})
+    one = made({"disable": ["find_moe", "chain_pdl"], "inductor": {"epilogue_fusion": 1, "debug": 2}})
+    two = made({"inductor": {"debug": 2, "epilogue_fusion": 1}, "disable": ["chain_pdl", "find_moe"]})
     assert one.cache_key() == two.cache_key()
 
 
@@ -180,7 +217,7 @@ def test_what_changes_no_code_is_not_in_the_cache_key(options):
         {"numerics": "fast"},
         {"tune": "off"},
         {"dryrun": True},
-        {"inductor": {"x": 1}},
+        {"inductor": {"debug": 1}},
         {"mode": "max-autotune"},
     ],
 )
@@ -193,11 +230,12 @@ def test_cache_key_holds_no_address():
         def uuid(self) -> str:
             return "v1"
 
-    text = made({"inductor": {"hook": Pass(), "function": test_defaults, "plain": object()}}).cache_key()
+    patches = {"post_grad_custom_pre_pass": Pass(), "post_grad_custom_post_pass": test_defaults, "debug": object()}
+    text = made({"inductor": patches}).cache_key()
     assert "0x" not in text
     assert '"v1"' in text
     assert "test_defaults" in text
-    assert json.loads(text)["inductor"]["plain"] == "builtins.object"
+    assert json.loads(text)["inductor"]["debug"] == "builtins.object"
 
 
 def test_to_dict_round_trips_and_changed_is_what_to_paste():

@@ -10,7 +10,16 @@ import sys
 import pytest
 
 from moe_compiler.errors import MoepdlError
-from moe_compiler.report import MatchRecord, MissRecord, Report, VariantRecord
+from moe_compiler.report import (
+    ChainRecord,
+    DagRecord,
+    MatchRecord,
+    MissRecord,
+    PassRecord,
+    Report,
+    VariantRecord,
+    split_where,
+)
 
 
 def test_all_well_is_three_to_eight_lines(samples):
@@ -44,8 +53,47 @@ def test_why_pdl_is_off_and_what_is_pending(samples):
     report.dump_folder = "/tmp/d/rank0/0_0"
     lines = str(report).splitlines()
     assert "  PDL off: sm_80 is older than sm_90" in lines
-    assert lines[2].endswith("; backward pending")
+    assert lines[2].endswith("; backward pending (compiled at the first backward call)")
     assert lines[-1] == "  dump: /tmp/d/rank0/0_0"
+
+
+def test_a_line_of_a_library_is_shown_from_its_package_on(samples):
+    line = "transformers/integrations/moe.py:383"
+    for folder in ("/venv/lib/python3.11/site-packages/", "/usr/lib/python3/dist-packages/", "C:\\v\\site-packages\\"):
+        where = f"{folder}{line}: a: b = 1"
+        report = Report("0/0", "rewritten", matches=[dataclasses.replace(samples.match(0), where=where)])
+        report.misses = [dataclasses.replace(samples.sample().misses[0], where=where, at=f"{folder}{line}")]
+        text = str(report)
+        assert f", at {line}  a: b = 1" in text
+        assert f"candidate topk at {line}  a: b = 1" in text
+        assert f"    at {line}\n" in text
+        assert "-packages" not in text + report._repr_html_()
+        assert report.to_dict()["matches"][0]["where"] == where
+    assert split_where("mine/site.py:3: x") == ("mine/site.py:3", "x")
+
+
+def test_a_graph_without_any_candidate_says_so():
+    found = PassRecord("find_moe", "capture", "captured", "exact", 0)
+    text = str(Report("0/0", "unchanged", passes=[found]))
+    assert text == "moepdl 0/0: unchanged, 0 blocks matched: no top-k and no expert matmul found"
+    assert str(Report("0/0", "unchanged")) == "moepdl 0/0: unchanged, 0 blocks matched"
+
+
+def test_a_loop_says_which_stages_it_runs(samples):
+    variant = VariantRecord("loop", None, (samples.launch("experts_loop", "x", "y"),))
+    back = VariantRecord("loop", None, (samples.launch("experts_loop_backward", "g", "x"),))
+    report = samples.all_well()
+    report.schedule = [ChainRecord("a", "forward", (variant,), 2), ChainRecord("b", "backward", (back,))]
+    nodes = [{"id": name, "label": name} for name in ("grad_act", "grad_pairs", "combine")]
+    report.dags = [DagRecord("backward", nodes)]
+    lines = [
+        "experts_loop: one loop over the experts runs gate_up, down, combine",
+        "experts_loop_backward: one loop over the experts runs grad_act, grad_pairs, combine",
+    ]
+    assert report.loop_lines() == lines
+    for line in lines:
+        assert f"  {line}" in str(report).splitlines()
+        assert line in report._repr_html_()
 
 
 def test_a_chain_without_programmatic_edges_says_so(samples):

@@ -7,7 +7,15 @@ from html.parser import HTMLParser
 
 import pytest
 
-from moe_compiler.report import ChainRecord, DagRecord, GraphRecord, Report
+from moe_compiler.report import (
+    ChainRecord,
+    DagRecord,
+    EdgeRecord,
+    GraphRecord,
+    LaunchRecord,
+    Report,
+    VariantRecord,
+)
 from moe_compiler.viz import svg
 from moe_compiler.viz.html import MAX_CODE, render, render_fragment
 
@@ -132,6 +140,51 @@ def test_lanes_hatch_the_early_start_and_stroke_each_kind_of_edge(samples):
     assert "starts 2.9 µs before its producer ends" in picture
     assert "programmatic edge, raw through perm, starts; adjacent; predicted gain 2.9 µs" in picture
     assert '<title id="t-title">title</title>' in picture
+
+
+def plain_lane(*edges: tuple[int, int, str]) -> VariantRecord:
+    launches = tuple(LaunchRecord(f"k{index}") for index in range(4))
+    return VariantRecord("v", None, launches, tuple(EdgeRecord(*edge) for edge in edges))
+
+
+def test_plain_neighbours_are_solid_and_everything_else_is_dashed():
+    variant = plain_lane((0, 1, "raw"), (1, 2, "war"), (2, 3, "order"), (0, 2, "raw"), (0, 3, "effect"))
+    styles = [svg.edge_style(edge, variant) for edge in variant.edges]
+    assert styles == ["plain", "plain", "data", "data", "data"]
+    picture = svg.swim_lanes(variant, "t", "title")
+    assert picture.count('class="line plain"') == 2 and picture.count('class="line data"') == 3
+    assert "k0 to k1: plain edge, raw" in picture
+
+
+@pytest.mark.parametrize("name", ["many", "backward", "plain"])
+def test_edges_to_no_neighbour_run_beside_the_bars_and_are_drawn_over_them(samples, name):
+    variant = plain_lane((0, 2, "raw"), (0, 3, "raw"), (1, 3, "raw")) if name == "plain" else getattr(samples, name)()
+    picture = svg.swim_lanes(variant, "t", "title")
+    bars = [
+        tuple(map(float, found))
+        for found in re.findall(r'<rect class="bar[^"]*" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', picture)
+    ]
+    paths = re.findall(r'class="line data" d="M([\d.]+) ([\d.]+) V([\d.]+) H([\d.]+)"', picture)
+    assert len(paths) == picture.count('class="line data"') > 0
+    assert picture.rindex('<rect class="bar') < picture.index('class="line data"')
+    for x1, y1, y2, x2 in (tuple(map(float, path)) for path in paths):
+        low, high = sorted((y1, y2))
+        for x, y, width in bars:
+            assert not (low < y + 9 < high - 9 and x <= x1 <= x + width)
+            assert not (y < y2 < y + 18 and x1 < x + width and x < x2)
+    entries = [(x2, y2) for _, _, y2, x2 in paths]
+    assert len(entries) == len(set(entries))
+
+
+def test_the_legend_has_only_what_is_there(samples):
+    report = Report("0/0", "rewritten", schedule=[ChainRecord("c", "forward", (plain_lane((0, 1, "raw")),))])
+    plain = Checker(render(report)).plain
+    assert "plain edge" in plain
+    for words in ("programmatic edge (PDL)", "not neighbours", "hatched"):
+        assert words not in plain
+        assert words in Checker(render(samples.sample())).plain
+    report.schedule = [ChainRecord("c", "forward", (plain_lane(),))]
+    assert 'class="legend"' not in render(report)
 
 
 def test_lanes_are_to_scale(samples):
