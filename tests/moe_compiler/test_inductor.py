@@ -21,8 +21,8 @@ def test_forward_and_backward_through_inductor():
     ours = torch.compile(block, backend="moepdl", dynamic=True)
     for tokens in (100, 130):
         assert_block_is_accurate(ours, block, tokens, torch.float32, "cpu")
-    report = last_reports()[-1]
-    assert [chain.direction for chain in report.schedule] == ["forward", "backward"]
+    directions = [[chain.direction for chain in report.schedule] for report in last_reports()]
+    assert ["forward", "backward"] in directions and ["forward"] in directions
 
 
 def test_an_unmodified_graph_without_moe_compiles():
