@@ -27,6 +27,7 @@ from moe_compiler.passes.formulations.walk import (
     strip_ids,
     strip_views_casts,
     view_or_cast,
+    view_or_widening,
 )
 
 __all__ = [
@@ -173,12 +174,15 @@ def is_written(node: Node) -> bool:
 
 
 def match_weights(weight: Node, ids: Node, node: Node) -> Node:
-    """The [T, k] routing weights behind the operand of a product; `node` is the product, for the reader."""
+    """The [T, k] routing weights behind the operand of a product; `node` is the product, for the reader.
+
+    A cast that rounds them is not looked through: the operator takes weights of any floating dtype.
+    """
     shape = shape_of(ids)
-    found = pairs_matrix(weight, elements_of(shape[:-1]), int(shape[-1]), view_or_cast)
+    found = pairs_matrix(weight, elements_of(shape[:-1]), int(shape[-1]), view_or_widening)
     require(found is not None, "the routing weights are not one number a (token, expert) pair", node)
     assert found is not None
-    return nearest_source(found)
+    return nearest_source(found, view_or_widening)
 
 
 def is_counting(node: Node) -> bool:
@@ -251,8 +255,8 @@ def token_rows(node: Node, tokens: sympy.Expr, where: Node) -> Node:
     return nearest_source(found)
 
 
-def nearest_source(node: Node) -> Node:
+def nearest_source(node: Node, through: Callable[[Node], bool] = view_or_cast) -> Node:
     """A matrix without the casts and no-op views in front of it."""
-    while view_or_cast(node) and isinstance(node.args[0], Node) and same_shape(shape_of(node.args[0]), shape_of(node)):
+    while through(node) and isinstance(node.args[0], Node) and same_shape(shape_of(node.args[0]), shape_of(node)):
         node = node.args[0]
     return node

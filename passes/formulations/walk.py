@@ -301,6 +301,11 @@ def users_through(node: Node, through: Callable[[Node], bool]) -> list[Node]:
     return list(found)
 
 
+def view_or_widening(node: Node) -> bool:
+    """Views that keep the order of the elements, and casts that change no value."""
+    return _is_view(node) or widens(node)
+
+
 def view_or_cast(node: Node) -> bool:
     """Views that keep the order of the elements, and floating casts."""
     return _is_view(node) or is_cast(node)
