@@ -17,13 +17,15 @@ def _find_onednn() -> torch._ops.OpOverload | None:
 
 
 _onednn_linear = _find_onednn()
-# Products of fewer multiplications than this take torch.mm less time than oneDNN takes to begin.
-_SMALL = 1 << 17
+# With right operands of at most this many elements torch.mm is through before oneDNN has begun ...
+_SMALL = 1 << 16
+# ... and where the result goes into given memory (weight gradients) it beats oneDNN's copy up to so many multiplications.
+_SMALL_INTO = 1 << 21
 
 
 def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left [M,L] @ right [L,N] -> [M,N], into `out` (any strides) where given. Accumulates in fp32, fp64 for fp64."""
-    large = left.shape[0] * left.shape[1] * right.shape[1] > _SMALL
+    large = right.numel() > _SMALL if out is None else left.shape[0] * right.numel() > _SMALL_INTO
     if large and left.dtype is torch.float32 and left.is_cpu and _onednn_linear is not None:
         result = _onednn_linear(left, right.t(), None, "none", [], "")
         return result if out is None else out.copy_(result)

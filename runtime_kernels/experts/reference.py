@@ -100,18 +100,14 @@ def _forward_together(
         return rows.x.new_zeros((tokens, downs.out), dtype=rows.scale.dtype)
     known = spans[-1][2]
     inputs = rows.inputs(0, known)
-    hidden = torch.cat([matmul(inputs[begin:end], gates.matrix(e).t()) for e, begin, end in spans])
-    up = (
-        torch.cat([matmul(inputs[begin:end], ups.matrix(e).t()) for e, begin, end in spans])
-        if ups is not None
-        else None
-    )
+    hidden = _products(inputs, gates, spans, transposed=True)
+    up = _products(inputs, ups, spans, transposed=True) if ups is not None else None
     if preact is not None:
         preact[:known, : gates.out] = hidden
         if up is not None:
             preact[:known, gates.out :] = up
     act = activate(hidden, activation, gated) if ups is None else activate_parts(hidden, up, activation)
-    out = torch.cat([matmul(act[begin:end], downs.matrix(e).t()) for e, begin, end in spans]).to(rows.scale.dtype)
+    out = _products(act, downs, spans, transposed=True).to(rows.scale.dtype)
     if not rows.weight_at_input:
         out.mul_(rows.scale[:known])
     # Pairs of ids out of range have no row: they stay zero.
@@ -159,9 +155,18 @@ def experts_loop_saving(
     return y, preact
 
 
-def _products(rows: Tensor, weights: ExpertWeights, parts: Sequence[tuple[int, int, int]]) -> Tensor:
-    """rows [R,out] @ weight_e [out,in], expert by expert -> [R,in]."""
-    found = [matmul(rows[begin:end], weights.matrix(expert)) for expert, begin, end in parts]
+def _products(
+    rows: Tensor, weights: ExpertWeights, spans: Sequence[tuple[int, int, int]], *, transposed: bool = False
+) -> Tensor:
+    """rows [R,out] @ weight_e [out,in] -> [R,in], or transposed [R,in] -> [R,out]; spans cover the rows in order.
+
+    As little as can be is done for each expert: with few rows that is what the time goes into.
+    """
+    matrices = weights.matrices()
+    if transposed:
+        matrices = weights.tensors[0].mT.unbind(0) if weights.is_packed else [matrix.t() for matrix in matrices]
+    parts = rows.split([end - begin for _, begin, end in spans])
+    found = [matmul(part, matrices[expert]) for part, (expert, _, _) in zip(parts, spans, strict=True)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
