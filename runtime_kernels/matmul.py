@@ -19,7 +19,7 @@ def _find_onednn() -> torch._ops.OpOverload | None:
 _onednn_linear = _find_onednn()
 # With right operands of at most this many elements torch.mm is through before oneDNN has begun ...
 _SMALL = 1 << 16
-# ... and where the result goes into given memory (weight gradients) it beats oneDNN's copy up to so many multiplications.
+# ... and where the result goes into given memory (weight gradients) it beats oneDNN's copy up to this many products.
 _SMALL_INTO = 1 << 21
 
 
