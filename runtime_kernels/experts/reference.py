@@ -162,11 +162,14 @@ def _products(
 
     As little as can be is done for each expert: with few rows that is what the time goes into.
     """
-    matrices = weights.matrices()
-    if transposed:
-        matrices = weights.tensors[0].mT.unbind(0) if weights.is_packed else [matrix.t() for matrix in matrices]
+    if weights.is_packed:
+        stack = weights.tensors[0].mT if transposed else weights.tensors[0]
+        matrices = stack.unbind(0)
+        chosen = [matrices[expert] for expert, _, _ in spans]
+    else:
+        chosen = [weights.tensors[expert].t() if transposed else weights.tensors[expert] for expert, _, _ in spans]
     parts = rows.split([end - begin for _, begin, end in spans])
-    found = [matmul(part, matrices[expert]) for part, (expert, _, _) in zip(parts, spans, strict=True)]
+    found = [matmul(part, matrix) for part, matrix in zip(parts, chosen, strict=True)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
