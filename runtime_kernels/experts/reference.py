@@ -1,10 +1,9 @@
 """All experts of a block in one loop over the experts, in plain torch: the CPU plan, and the oracle of `experts`.
 
     y[t] = sum_j w[t,j] * down_e( f(gate_e(x_t)) * up_e(x_t) ),   e = ids[t,j]
-With many rows an expert, its rows are gathered, pushed through both matmuls and added to the result before the next
-expert is touched, so they stay in cache. With few rows the time goes into reading weights and calling operators:
-then only the two matmuls are done an expert, and everything else once for all rows. Only the pre-activation is kept,
-and only for a backward. Sums run in fp32 (fp64 for fp64).
+The rows of an expert are gathered, pushed through both matmuls and added to the result before the next expert is
+touched, so they stay in cache; with few rows an expert `together` is faster. Only the pre-activation is kept, and only
+for a backward. Sums run in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.activations import activate, activate_backward, activate_parts, wide
+from moe_compiler.runtime_kernels.experts import together
+from moe_compiler.runtime_kernels.experts.rows import SortedRows
 from moe_compiler.runtime_kernels.gate_up.reference import matmul_gate_up
 from moe_compiler.runtime_kernels.grad_pairs.reference import matmul_grad_rows
 from moe_compiler.runtime_kernels.grad_weights.reference import WeightGradients
@@ -23,27 +24,6 @@ from moe_compiler.runtime_kernels.order.reference import expert_rows
 from moe_compiler.runtime_kernels.weights import ExpertWeights, preact_size
 
 WEIGHT_AT = ("output", "input")
-
-# Mean rows an expert up to which all rows are handled together; measured on two cores for H = 256 ... 1024.
-_TOGETHER = 64
-
-
-class _Rows:
-    """Which token and which routing weight belong to each row, and the rows of x themselves."""
-
-    def __init__(self, x: Tensor, weights: Tensor, perm: Tensor, weight_at: str) -> None:
-        self.tokens = torch.div(perm, weights.shape[1], rounding_mode="floor")
-        self.scale = weights.reshape(-1).index_select(0, perm).to(wide(x.dtype)).unsqueeze(1)
-        self.x = x
-        self.weight_at_input = weight_at == "input"
-
-    def inputs(self, begin: int, end: int) -> Tensor:
-        """What the first matmul sees."""
-        rows = self.x.index_select(0, self.tokens[begin:end])
-        if self.weight_at_input:
-            rows = (rows.to(self.scale.dtype) * self.scale[begin:end]).to(self.x.dtype)
-        return rows
-
 
 def _forward(
     x: Tensor,
@@ -57,15 +37,18 @@ def _forward(
     gated: bool,
     weight_at: str,
     dtype: torch.dtype,
-    preact: Tensor | None,
-) -> Tensor:
+    save: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """y [T,H] in dtype, and the pre-activation [S,N] if it is to be saved."""
     gates, ups = ExpertWeights(gate, "gate"), ExpertWeights(up, "up") if up else None
     downs = ExpertWeights(down, "down")
-    rows = _Rows(x, weights, perm, weight_at)
-    if perm.shape[0] <= _TOGETHER * gates.experts:
-        return _forward_together(rows, gates, ups, downs, perm, starts, activation, gated, preact).to(dtype)
+    rows = SortedRows(x, weights, perm, weight_at)
+    spans = list(expert_rows(starts))
+    if together.pays(rows, gates, spans):
+        return together.forward(rows, gates, ups, downs, starts, spans, activation, gated, dtype, save)
     y = x.new_zeros((x.shape[0], downs.out), dtype=wide(x.dtype))
-    for expert, begin, end in expert_rows(starts):
+    preact = x.new_empty((perm.shape[0], preact_size(gate, up))) if save else None
+    for expert, begin, end in spans:
         inputs = rows.inputs(begin, end)
         if preact is not None:
             matmul_gate_up(inputs, gates, ups, expert, preact[begin:end])
@@ -79,41 +62,7 @@ def _forward(
         if not rows.weight_at_input:
             out.mul_(rows.scale[begin:end])
         y.index_add_(0, rows.tokens[begin:end], out)
-    return y.to(dtype)
-
-
-def _forward_together(
-    rows: _Rows,
-    gates: ExpertWeights,
-    ups: ExpertWeights | None,
-    downs: ExpertWeights,
-    perm: Tensor,
-    starts: Tensor,
-    activation: str,
-    gated: bool,
-    preact: Tensor | None,
-) -> Tensor:
-    """y [T,H] in the wide dtype: two matmuls an expert, gather, activation and weighted sum once for all rows."""
-    spans = list(expert_rows(starts))
-    pairs, tokens = perm.shape[0], rows.x.shape[0]
-    if not spans:
-        return rows.x.new_zeros((tokens, downs.out), dtype=rows.scale.dtype)
-    known = spans[-1][2]
-    inputs = rows.inputs(0, known)
-    hidden = _products(inputs, gates, spans, transposed=True)
-    up = _products(inputs, ups, spans, transposed=True) if ups is not None else None
-    if preact is not None:
-        preact[:known, : gates.out] = hidden
-        if up is not None:
-            preact[:known, gates.out :] = up
-    act = activate(hidden, activation, gated) if ups is None else activate_parts(hidden, up, activation)
-    out = _products(act, downs, spans, transposed=True).to(rows.scale.dtype)
-    if not rows.weight_at_input:
-        out.mul_(rows.scale[:known])
-    # Pairs of ids out of range have no row: they stay zero.
-    home = out.new_empty((pairs, downs.out)) if known == pairs else out.new_zeros((pairs, downs.out))
-    home.index_copy_(0, perm[:known].to(torch.int64), out)
-    return home.view(tokens, -1, downs.out).sum(1)
+    return y.to(dtype), preact
 
 
 def experts_loop(
@@ -131,7 +80,7 @@ def experts_loop(
     dtype: torch.dtype,
 ) -> Tensor:
     """x [T,H], ids [T,K] (already in perm and starts, not read), weights [T,K] -> y [T,H] in dtype."""
-    return _forward(x, weights, gate, up, down, perm, starts, activation, gated, weight_at, dtype, None)
+    return _forward(x, weights, gate, up, down, perm, starts, activation, gated, weight_at, dtype, False)[0]
 
 
 def experts_loop_saving(
@@ -149,28 +98,10 @@ def experts_loop_saving(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """As experts_loop -> y [T,H], preact [S,N] in sorted row order; rows of ids out of range are zero."""
-    preact = x.new_empty((perm.shape[0], preact_size(gate, up)))
-    y = _forward(x, weights, gate, up, down, perm, starts, activation, gated, weight_at, dtype, preact)
+    y, preact = _forward(x, weights, gate, up, down, perm, starts, activation, gated, weight_at, dtype, True)
+    assert preact is not None
     preact[int(starts[-1]) :].zero_()
     return y, preact
-
-
-def _products(
-    rows: Tensor, weights: ExpertWeights, spans: Sequence[tuple[int, int, int]], *, transposed: bool = False
-) -> Tensor:
-    """rows [R,out] @ weight_e [out,in] -> [R,in], or transposed [R,in] -> [R,out]; spans cover the rows in order.
-
-    As little as can be is done for each expert: with few rows that is what the time goes into.
-    """
-    if weights.is_packed:
-        stack = weights.tensors[0].mT if transposed else weights.tensors[0]
-        matrices = stack.unbind(0)
-        chosen = [matrices[expert] for expert, _, _ in spans]
-    else:
-        chosen = [weights.tensors[expert].t() if transposed else weights.tensors[expert] for expert, _, _ in spans]
-    parts = rows.split([end - begin for _, begin, end in spans])
-    found = [matmul(part, matrix) for part, matrix in zip(parts, chosen, strict=True)]
-    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def experts_loop_backward(
@@ -198,59 +129,49 @@ def experts_loop_backward(
     compute = wide(x.dtype)
     gates, ups = ExpertWeights(gate, "gate"), ExpertWeights(up, "up") if up else None
     downs = ExpertWeights(down, "down")
-    rows = _Rows(x, weights, perm, weight_at)
-    pairs = perm.to(torch.int64)
     grad_y = grad_y.to(x.dtype)
-
-    x_sum = x.new_zeros(x.shape, dtype=compute) if need_x else None
+    spans = list(expert_rows(starts))
+    rows = SortedRows(x, weights, perm, weight_at)
+    if together.pays(rows, gates, spans):
+        return together.backward(rows, grad_y, gates, ups, downs, preact, starts, spans, activation, gated, needs)
+    grad_x = x.new_zeros(x.shape, dtype=compute) if need_x else None
     pair_sum = x.new_zeros(perm.shape[0], dtype=compute) if need_weights else None
     grad_gate = WeightGradients(gate) if need_gate else None
     grad_up = WeightGradients(up) if need_up and up else None
     grad_down = WeightGradients(down) if need_down else None
     need_rows = need_x or (need_weights and rows.weight_at_input)
-    need_preact = need_rows or need_gate or need_up
-
-    spans = list(expert_rows(starts))
-    together = perm.shape[0] <= _TOGETHER * gates.experts
-    for part in [spans] if together and spans else [[span] for span in spans]:
-        first, last = part[0][1], part[-1][2]
-        scale = rows.scale[first:last]
-        grad_out = grad_y.index_select(0, rows.tokens[first:last])
-        parts = [(expert, begin - first, end - first) for expert, begin, end in part]
-        grad_act = _products(grad_out, downs, parts).to(compute)
+    for expert, begin, end in spans:
+        scale = rows.scale[begin:end]
+        grad_out = grad_y.index_select(0, rows.tokens[begin:end])
+        grad_act = matmul(grad_out, downs.matrix(expert)).to(compute)
         scaled = grad_act if rows.weight_at_input else grad_act * scale
-        grad_hidden, act = activate_backward(preact[first:last], scaled, activation, gated)
+        grad_hidden, act = activate_backward(preact[begin:end], scaled, activation, gated)
         if not rows.weight_at_input:
             if pair_sum is not None:
-                pair_sum[pairs[first:last]] = (act * grad_act).sum(1)
+                pair_sum[rows.pairs[begin:end]] = (act * grad_act).sum(1)
             act.mul_(scale)
         if grad_down is not None:
-            act = act.to(x.dtype)
-            for expert, begin, end in parts:
-                grad_down.add(expert, grad_out[begin:end], act[begin:end])
-        if not need_preact:
-            continue
+            grad_down.add(expert, grad_out, act.to(x.dtype))
         if grad_gate is not None or grad_up is not None:
-            inputs = rows.inputs(first, last)
-            for expert, begin, end in parts:
-                if grad_gate is not None:
-                    grad_gate.add(expert, grad_hidden[begin:end, : gates.out], inputs[begin:end])
-                if grad_up is not None:
-                    grad_up.add(expert, grad_hidden[begin:end, gates.out :], inputs[begin:end])
-        if need_rows:
-            grad_rows = x.new_empty((last - first, x.shape[1]))
-            for expert, begin, end in parts:
-                matmul_grad_rows(grad_hidden[begin:end], gates, ups, expert, grad_rows[begin:end])
-            grad_rows = grad_rows.to(compute)
-            if rows.weight_at_input:
-                if pair_sum is not None:
-                    source = x.index_select(0, rows.tokens[first:last])
-                    pair_sum[pairs[first:last]] = (source * grad_rows).sum(1)
-                grad_rows = grad_rows * scale
-            if x_sum is not None:
-                x_sum.index_add_(0, rows.tokens[first:last], grad_rows)
+            inputs = rows.inputs(begin, end)
+            if grad_gate is not None:
+                grad_gate.add(expert, grad_hidden[:, : gates.out], inputs)
+            if grad_up is not None:
+                grad_up.add(expert, grad_hidden[:, gates.out :], inputs)
+        if not need_rows:
+            continue
+        grad_rows = x.new_empty((end - begin, x.shape[1]))
+        matmul_grad_rows(grad_hidden, gates, ups, expert, grad_rows)
+        grad_rows = grad_rows.to(compute)
+        if rows.weight_at_input:
+            if pair_sum is not None:
+                source = x.index_select(0, rows.tokens[begin:end])
+                pair_sum[rows.pairs[begin:end]] = (source * grad_rows).sum(1)
+            grad_rows = grad_rows * scale
+        if grad_x is not None:
+            grad_x.index_add_(0, rows.tokens[begin:end], grad_rows)
     return (
-        x.new_empty(0) if x_sum is None else x_sum.to(x.dtype),
+        x.new_empty(0) if grad_x is None else grad_x.to(x.dtype),
         weights.new_empty(0, dtype=compute) if pair_sum is None else pair_sum.view(weights.shape),
         grad_gate.finish() if grad_gate is not None else [],
         grad_up.finish() if grad_up is not None else [],

@@ -54,7 +54,8 @@ def route(
         values = _scored(values, score, score_dtype)
     weights = values.to(wide(values.dtype))
     if renormalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + eps)
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + eps if eps else total)
     if scale != 1.0:
         weights = weights * scale
     return weights.to(dtype), ids
