@@ -3,8 +3,8 @@
     python -m benchmarks.cpu_formulations                       # all formulations, T = 1, 16, 128, 512, fp32
     python -m benchmarks.cpu_formulations --only batched_mm --tokens 128 --dtype bfloat16
 
-Writes docs/benchmarks/cpu.json and cpu.md (cpu_DTYPE.* for other dtypes than float32), after each case, so that a run
-that is stopped leaves what it measured.
+Writes docs/benchmarks/cpu.json and cpu.md (cpu_DTYPE.* for other dtypes than float32, cpu_ExKxHxI.* for other sizes),
+after each case, so that a run that is stopped leaves what it measured.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     p.add_argument("--backend", default="moepdl")
-    p.add_argument("--hidden", type=int, default=SIZES["hidden"])
-    p.add_argument("--intermediate", type=int, default=SIZES["intermediate"])
+    for size, value in SIZES.items():
+        p.add_argument("--" + size.replace("_", "-"), type=int, default=value)
     p.add_argument("--seconds", type=float, default=5.0, help="time to measure for, a case")
     p.add_argument("--out", type=Path, default=RESULTS)
     arguments = p.parse_args(argv)
@@ -159,8 +159,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     ignore_known_warnings()
     dtype = getattr(torch, arguments.dtype)
-    SIZES.update(hidden=arguments.hidden, intermediate=arguments.intermediate)
     name = "cpu" if dtype is torch.float32 else f"cpu_{arguments.dtype}"
+    sizes = {size: getattr(arguments, size) for size in SIZES}
+    if sizes != SIZES:
+        name += "_" + "x".join(map(str, sizes.values()))
+    SIZES.update(sizes)
     notes = [
         ", ".join(f"{key} {value}" for key, value in SIZES.items()) + f", {arguments.dtype}, forward, no_grad.",
         "Medians of calls, Inductor's and moepdl's in turns. The ratio is of medians, with a 95 % bootstrap interval.",

@@ -25,6 +25,7 @@ from moe_compiler.runtime_kernels.weights import ExpertWeights, preact_size
 
 WEIGHT_AT = ("output", "input")
 
+
 def _forward(
     x: Tensor,
     weights: Tensor,

@@ -107,9 +107,7 @@ def backward(
     )
 
 
-def _grad_rows(
-    grad: Tensor, gates: ExpertWeights, ups: ExpertWeights | None, starts: Tensor, spans: Spans
-) -> Tensor:
+def _grad_rows(grad: Tensor, gates: ExpertWeights, ups: ExpertWeights | None, starts: Tensor, spans: Spans) -> Tensor:
     """grad [S,N] @ [gate_e; up_e] -> [S,H]."""
     if ups is None:
         return matmul_experts(grad, gates, starts, spans)
