@@ -8,7 +8,7 @@ all experts go through torch's grouped matmul where that is the faster way: a ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +93,7 @@ def matmul_gradients(left: Tensor, right: Tensor, starts: Tensor, like: Tensor) 
     return found if found.stride() == strides else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _groups(dtype: torch.dtype) -> bool:
     """Whether this build's grouped matmul takes `dtype` on a CPU."""
     try:
