@@ -353,7 +353,7 @@ def workloads(device: str, vocabulary: int) -> list[Workload]:
     draw = torch.Generator().manual_seed(0)
     shapes = (("prefill", (1, 2048), False), ("decode", (1, 1), False), ("train", (2, 1024), True))
     if device == "cpu":
-        shapes = (("prefill", (1, 128), False), ("decode", (1, 1), False), ("train", (2, 64), True))
+        shapes = (("prefill", (1, 256), False), ("decode", (1, 1), False), ("train", (2, 64), True))
     return [
         Workload(name, torch.randint(0, vocabulary, shape, generator=draw).to(device), train)
         for name, shape, train in shapes

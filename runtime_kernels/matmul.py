@@ -30,6 +30,11 @@ _SMALL = 1 << 16
 _SMALL_INTO = 1 << 21
 
 
+def _onednn(left: Tensor, right: Tensor) -> Tensor:
+    assert _onednn_linear is not None
+    return _onednn_linear(left, right.t(), None, "none", [], "")
+
+
 def _by_onednn(left: Tensor) -> bool:
     return _onednn_linear is not None and left.dtype is torch.float32 and left.is_cpu
 
@@ -38,7 +43,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left [M,L] @ right [L,N] -> [M,N], into `out` (any strides) where given. Accumulates in fp32, fp64 for fp64."""
     large = right.numel() > _SMALL if out is None else left.shape[0] * right.numel() > _SMALL_INTO
     if large and _by_onednn(left):
-        result = _onednn_linear(left, right.t(), None, "none", [], "")
+        result = _onednn(left, right)
         return result if out is None else out.copy_(result)
     return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
@@ -60,7 +65,9 @@ def matmul_experts(
     stack = weights.tensors[0] if weights.is_packed else None
     if stack is not None and transposed:
         stack = stack.mT
-    if stack is not None and not onednn and _can_group(rows) and _can_group(stack):
+    # It looks at every expert: where most have no rows a call for each of the others is less.
+    crowded = 2 * len(spans) >= weights.experts
+    if stack is not None and crowded and not onednn and _can_group(rows) and _can_group(stack):
         return F.grouped_mm(rows, stack, offs=starts[1:])
     matrices = weights.matrices()
     rights = [matrices[expert].t() if transposed else matrices[expert] for expert, _, _ in spans]
@@ -69,7 +76,7 @@ def matmul_experts(
     out = rows.new_empty((rows.shape[0], weights.out if transposed else weights.inner))
     for left, right, part in zip(rows[:known].split(sizes), rights, out[:known].split(sizes), strict=True):
         if onednn:
-            part.copy_(_onednn_linear(left, right.t(), None, "none", [], ""))
+            part.copy_(_onednn(left, right))
         else:
             torch.mm(left, right, out=part)
     return out

@@ -7,21 +7,25 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_compiler.passes.inline_few import FEW_PAIRS, inline_few
+from moe_compiler.passes import inline_few as module_of_the_pass
+from moe_compiler.passes.inline_few import FEW_CACHED_PAIRS, FEW_PAIRS, FEW_PAIRS_OF_COLUMNS, inline_few
 from moe_compiler.pipeline import run_passes
 from tests.moe_compiler.graphs import E, H, I, K, calls, context, forward_graph
 
 
-def block(activation="silu", gated=True, weight_at="output", dtype=torch.float32, separate=False):
+def block(activation="silu", gated=True, weight_at="output", dtype=torch.float32, separate=False, columns=False):
     """A function of (x, logits, *weights), and the shapes of its weights."""
     rows = 2 * I if gated and not separate else I
 
     def function(x, logits, *weights):
         w, ids = torch.ops.moepdl.route(logits, K, "softmax", "before", True, 0.0, 1.0, torch.float32, dtype)
+        if columns:
+            weights = [weight.mT for weight in weights]
         up = [weights[1]] if separate else []
         return torch.ops.moepdl.experts(x, ids, w, [weights[0]], up, [weights[-1]], activation, gated, weight_at, dtype)
 
-    return function, [(E, rows, H), *([(E, I, H)] if separate else []), (E, H, I)]
+    shapes = [(E, rows, H), *([(E, I, H)] if separate else []), (E, H, I)]
+    return function, [(e, b, a) if columns else (e, a, b) for e, a, b in shapes]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -35,6 +39,8 @@ def block(activation="silu", gated=True, weight_at="output", dtype=torch.float32
         {"activation": "relu2", "gated": False},
         {"weight_at": "input"},
         {"separate": True},
+        {"columns": True},
+        {"columns": True, "separate": True, "weight_at": "input"},
     ],
     ids=str,
 )
@@ -53,7 +59,7 @@ def test_the_products_are_the_operator(form, dtype):
 
 
 def test_what_is_left_to_chains():
-    many = forward_graph(tokens=FEW_PAIRS // K + 1, device="cpu")
+    many = forward_graph(tokens=FEW_CACHED_PAIRS // K + 1, device="cpu")
     assert run_passes(many, (inline_few,), context()) == 0
     gpu = forward_graph(device="cuda")
     assert run_passes(gpu, (inline_few,), context()) == 0
@@ -61,8 +67,18 @@ def test_what_is_left_to_chains():
     assert run_passes(eager, (inline_few,), context(remainder="eager")) == 0
     foreign = forward_graph(device="cpu", between=lambda weights, ids: (weights, ids + 0))
     assert run_passes(foreign, (inline_few,), context()) == 0
-    few = forward_graph(tokens=FEW_PAIRS // K, device="cpu")
+    few = forward_graph(tokens=FEW_CACHED_PAIRS // K, device="cpu")
     assert run_passes(few, (inline_few,), context()) == 1
+
+
+@pytest.mark.parametrize(("columns", "limit"), [(False, FEW_PAIRS), (True, FEW_PAIRS_OF_COLUMNS)])
+def test_weights_that_do_not_stay_in_cache_are_written_out_for_fewer_pairs(monkeypatch, columns, limit):
+    monkeypatch.setattr(module_of_the_pass, "CACHED_BYTES", 0)
+    function, shapes = block(columns=columns)
+    for tokens, count in ((limit // K, 1), (limit // K + 1, 0)):
+        with FakeTensorMode():
+            module = make_fx(function)(*[torch.empty(shape) for shape in [(tokens, H), (tokens, E), *shapes]])
+        assert run_passes(module, (inline_few,), context()) == count
 
 
 def test_a_router_that_is_wider_than_the_experts_is_left_to_chains():
