@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +30,7 @@ _ADDRESSES = 32
 
 _handles: dict[tuple[Any, ...], Any] = {}
 _record: list[Start] | None = None
+_trace: Trace | None = None
 
 
 class UnsupportedDtypeError(NotImplementedError):
@@ -94,6 +95,41 @@ class Start:
     registers: int | None = None
 
 
+@dataclass
+class Trace:
+    """What `tracing` saw: the launches that were made, and the memory that they used besides their operands.
+
+    launches    (compiled handle, Start) of each
+    scratch     temporary memory that a launch asked for with `scratch`; what it holds before is of no account
+    constants   tensors that hold the same values as long as the weights stay where they are
+    repeatable  whether repeating just these launches does the same again
+    """
+
+    launches: list[tuple[Any, Start]] = field(default_factory=list)
+    scratch: list[Tensor] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list)
+    repeatable: bool = True
+
+
+@contextmanager
+def tracing() -> Iterator[Trace]:
+    """Note the launches that are made, so that they can be made again without all that leads to them."""
+    global _trace
+    previous, _trace = _trace, Trace()
+    try:
+        yield _trace
+    finally:
+        _trace = previous
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory for a launch that writes it in one kernel and reads it in the next."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if _trace is not None:
+        _trace.scratch.append(tensor)
+    return tensor
+
+
 @contextmanager
 def recording() -> Iterator[list[Start]]:
     """Collect the starts of launches instead of executing them, to compile or inspect them without a GPU.
@@ -106,6 +142,11 @@ def recording() -> Iterator[list[Start]]:
         yield _record
     finally:
         _record = previous
+
+
+def is_recording() -> bool:
+    """Whether launches are collected instead of made."""
+    return _record is not None
 
 
 def check_dtype(dtype: torch.dtype, what: str) -> None:
@@ -164,9 +205,13 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
     if written or _record is not None or torch.cuda.is_current_stream_capturing():
         table = _write_table(tensors)
+        if _trace is not None:
+            _trace.repeatable = False
     else:
         table = weights.pointers()
         _ready_writer(weights.device)
+        if _trace is not None:
+            _trace.constants.append(table)
     return Matrix(table, 0, out, inner, True, aligned, wide)
 
 
@@ -255,7 +300,7 @@ def start(
     handle = _handles.get(tuple(key))
     if handle is not None:
         handle[(programs, 1, 1)](*fast, *numbers, *constants.values(), pdl)
-        return handle
+        return _traced(handle, kernel, programs, operands, numbers, constants, pdl, warps, stages, registers)
     expected = list(kernel.arg_names[len(operands) + len(numbers) :])
     if expected != [*constants, "PDL"]:
         raise TypeError(f"{kernel.__name__} takes the constants {expected}, got {[*constants, 'PDL']}")
@@ -263,4 +308,22 @@ def start(
         *operands, *numbers, **constants, PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl
     )
     _handles[tuple(key)] = handle
+    return _traced(handle, kernel, programs, operands, numbers, constants, pdl, warps, stages, registers)
+
+
+def _traced(
+    handle: Any,
+    kernel: Any,
+    programs: int,
+    operands: Sequence[Any],
+    numbers: Sequence[int],
+    constants: dict[str, Any],
+    pdl: bool,
+    warps: int,
+    stages: int,
+    registers: int | None,
+) -> Any:
+    if _trace is not None:
+        arguments = (kernel, programs, tuple(operands), tuple(numbers), constants, pdl, warps, stages, registers)
+        _trace.launches.append((handle, Start(*arguments)))
     return handle

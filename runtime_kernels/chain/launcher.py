@@ -2,16 +2,25 @@
 
 Memory freed inside the chain may be given to a later launch of it. That is safe with PDL too: every kernel waits
 before it writes, and a wait that returns means that all earlier grids of the chain are complete.
+
+The first run with given sizes and weights goes this way and is watched; later ones repeat its launches, see `bound`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.chain.prepared import Value, flatten, prepare
+from moe_compiler.runtime_kernels.chain.prepared import PreparedProgram, Value, flatten, prepare
 from moe_compiler.runtime_kernels.stage import is_empty
+
+if TYPE_CHECKING:
+    from moe_compiler.runtime_kernels.chain.bound import Binder
+
+_NEW = object()
 
 
 class KernelLaunchError(RuntimeError):
@@ -27,7 +36,31 @@ class KernelLaunchError(RuntimeError):
 
 def run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     """Run the program on the current stream. Raises ProgramError for a faulty program, KernelLaunchError."""
+    # Here and not above: without a GPU nothing needs triton.
+    from moe_compiler.runtime_kernels.chain import bound
+    from moe_compiler.runtime_kernels.launching import is_recording, precision, tracing
+
     program = prepare(text)
+    key = program.signature(tensors)
+    if program.weights_dtype(tensors) is torch.float32:
+        key = (*key, precision(torch.float32))
+    known = program.bound.get(key, _NEW)
+    if isinstance(known, bound.Bound):
+        if not bound.watched() and not (known.tables and torch.cuda.is_current_stream_capturing()):
+            try:
+                return known(tensors)
+            except Exception as error:
+                raise KernelLaunchError(program.name, "bound", known.launching, error) from error
+    elif known is _NEW and not is_recording() and program.tokens_of(tensors) != 0:
+        with tracing() as trace:
+            binder = bound.Binder(trace, tensors, program.are_weights)
+            outputs = _run(program, tensors, binder)
+        program.keep(key, binder.finish(outputs))
+        return outputs
+    return _run(program, tensors, None)
+
+
+def _run(program: PreparedProgram, tensors: Sequence[Tensor], binder: Binder | None) -> list[Tensor]:
     values, sizes = program.bind(tensors)
     variant = program.variant(sizes)
     device = tensors[0].device
@@ -39,12 +72,18 @@ def run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
         for parameter, buffer in launch.outs:
             out = values[buffer.name] = outs[parameter] = buffer.allocate(sizes, values, device)
             work = work or not is_empty(out)
+            if binder is not None:
+                binder.allocated(flatten([out]))
         if work:
             ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
             try:
                 launch.kernel.launch(outs, ins, launch.attrs, pdl=launch.pdl and pdl_allowed)
             except Exception as error:
                 raise KernelLaunchError(program.name, variant.name, launch.kernel.name, error) from error
+        if binder is not None:
+            binder.launched() if work else binder.skipped()
         for name in launch.dead:
-            del values[name]
+            value = values.pop(name)
+            if binder is not None:
+                binder.freed(flatten([value]))
     return flatten([values[name] for name in program.outputs])

@@ -5,6 +5,7 @@ Prepared once a text and shared by the fake, the CPU and the CUDA implementation
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,9 @@ from torch import Tensor
 from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, ProgramError, Variant, dtype_named
 from moe_compiler.runtime_kernels.chain.shapes import compile_shape
 from moe_compiler.runtime_kernels.registry import Kernel, kernel
+
+# A server sees as many numbers of tokens as its batches have; an entry takes some kilobytes.
+_BOUND_LIMIT = 1024
 
 Value = Tensor | list[Tensor]
 
@@ -70,6 +74,11 @@ class PreparedProgram:
             self._slots.append((name, position, count))
             position += 1 if count is None else count
         self._count = position
+        self.are_weights = [
+            count is not None for _, _, count in self._slots for _ in range(1 if count is None else count)
+        ]
+        # Runs that the launcher can repeat, by signature, and None for those that it cannot.
+        self.bound: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         starts = {name: start for name, start, _ in self._slots}
         symbols = tuple(sorted(program.symbols))
         self._symbols = [(starts[program.symbols[s][0]], program.symbols[s][1]) for s in symbols]
@@ -85,6 +94,40 @@ class PreparedProgram:
             for name, start, count in self._slots
         }
         return values, [tensors[index].shape[dim] for index, dim in self._symbols]
+
+    def signature(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """All that the launches of a run depend on: sizes, strides, dtypes, alignment, and where the weights are.
+
+        The tensors of a list share shape and strides, which is checked when their addresses are new.
+        """
+        found: list[Any] = [tensors[0].device]
+        for _, start, count in self._slots:
+            if count == 0:
+                continue
+            tensor = tensors[start]
+            if count is None:
+                place: Any = tensor.data_ptr() % 16
+            else:
+                place = tensor.data_ptr() if count == 1 else tuple(map(Tensor.data_ptr, tensors[start : start + count]))
+            found += (place, tensor.shape, tensor.stride(), tensor.dtype)
+        return tuple(found)
+
+    def weights_dtype(self, tensors: Sequence[Tensor]) -> torch.dtype | None:
+        """The dtype that the chain's matmuls compute in, None for a chain without any."""
+        return tensors[self.are_weights.index(True)].dtype if True in self.are_weights else None
+
+    def keep(self, signature: tuple[Any, ...], bound: Any) -> None:
+        """Remember how to repeat a run, at the cost of the one that was remembered first when there are too many."""
+        self.bound[signature] = bound
+        if len(self.bound) > _BOUND_LIMIT:
+            self.bound.popitem(last=False)
+
+    def tokens_of(self, tensors: Sequence[Tensor]) -> int | None:
+        """T of these operands, or None for a program that has no symbol T."""
+        if self._tokens is None:
+            return None
+        index, dim = self._symbols[self._tokens]
+        return tensors[index].shape[dim]
 
     def tokens(self, sizes: Sequence[Any]) -> int | None:
         """T, or None for a program that has no symbol T."""

@@ -15,6 +15,7 @@ from moe_compiler.runtime_kernels.launching import (
     power_of_two,
     precision,
     row_major,
+    scratch,
     slots,
     start,
 )
@@ -55,7 +56,7 @@ def grad_act(
     columns = -(-size // tile.cols)
     sums = grad_weights
     if grad_weights is not None and columns > 1:
-        sums = torch.empty((columns, pairs), dtype=torch.float32, device=grad_preact.device)
+        sums = scratch((columns, pairs), torch.float32, grad_preact.device)
     down_operand, box_rows = down.operand, 0
     if tile.tma and hidden % tile.depth == 0:
         transposed = down.inner != 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.launching import power_of_two, start
+from moe_compiler.runtime_kernels.launching import power_of_two, scratch, start
 from moe_compiler.runtime_kernels.order.kernel import order_count_kernel, order_kernel, order_scatter_kernel
 from moe_compiler.runtime_kernels.order.reference import ORDER_BLOCK, ORDER_FEW, order_blocks
 
@@ -24,7 +24,7 @@ def order(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, p
     ids, experts = ins["ids"], attrs["num_experts"]
     pairs = ids.numel()
     if pairs > ORDER_FEW:
-        counts = torch.empty((order_blocks(pairs), experts), dtype=torch.int32, device=ids.device)
+        counts = scratch((order_blocks(pairs), experts), torch.int32, ids.device)
         order_count({"counts": counts}, ins, attrs, pdl=pdl)
         order_scatter(outs, {**ins, "counts": counts}, attrs, pdl=pdl)
         return

@@ -1,0 +1,149 @@
+"""What a chain costs the host: microseconds from the call to its return, while the device is still busy.
+
+    python -m benchmarks.chain_host              # on one GPU; writes docs/benchmarks/chain_host.json and .md
+
+Chains of transformers' Qwen3 MoE block (E=128, k=8, H=2048, I=768, bf16), with packed weights and with one tensor an
+expert. "first": a run with sizes that are new (kernels compiled already); "again": every later one. Calls are made in
+bursts of 16 on an idle device, so none waits for a full queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.timing import RESULTS, table, write
+from moe_compiler.demo import backend_or_function, ignore_known_warnings
+from moe_compiler.runtime_kernels.chain.prepared import prepare
+
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+TOKENS = (1, 8, 128, 1024, 8192)
+BURST, ROUNDS = 16, 15
+
+
+class Block(torch.nn.Module):
+    """Router and experts; `packed`, or one tensor an expert in a loop over all of them."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        like = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.router = torch.nn.Linear(HIDDEN, EXPERTS, bias=False, **like)
+        shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+
+        def weights(shape: tuple[int, int]) -> Any:
+            if packed:
+                return torch.nn.Parameter(torch.randn(EXPERTS, *shape, **like) * 0.02)
+            return torch.nn.ParameterList(torch.randn(*shape, **like) * 0.02 for _ in range(EXPERTS))
+
+        self.gate_up, self.down = map(weights, shapes)
+        self.packed = packed
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        w, ids = torch.topk(torch.softmax(self.router(x_TH).float(), -1), TOP_K)
+        gate_up, down = ([self.gate_up], [self.down]) if self.packed else (list(self.gate_up), list(self.down))
+        return torch.ops.moepdl.experts(
+            x_TH, ids, w.to(x_TH.dtype), gate_up, [], down, "silu", True, "output", x_TH.dtype
+        )
+
+
+class Chains(TorchDispatchMode):
+    """Collects the chains that are called, with their operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.moepdl.chain.default:
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Median over rounds of the mean time a call of a burst takes to return."""
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(BURST):
+            call()
+        times.append((time.perf_counter() - begin) / BURST * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def measure(packed: bool, tokens: int, backward: bool) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module = Block(packed).requires_grad_(backward)
+    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=backward)
+    compiled = torch.compile(module, backend=backend_or_function("moepdl"), dynamic=False)
+
+    def step() -> None:
+        with torch.set_grad_enabled(backward):
+            y = compiled(x)
+        if backward:
+            y.backward(torch.ones_like(y))
+
+    step()
+    with Chains() as chains:
+        step()
+    rows = []
+    for tensors, text in chains.calls:
+        program = prepare(text)
+
+        def again(tensors: Any = tensors, text: str = text) -> None:
+            torch.ops.moepdl.chain.default(tensors, text)
+
+        def first(program: Any = program, call: Callable[[], None] = again) -> None:
+            program.bound.clear()
+            call()
+
+        again()
+        bound = any(value is not None for value in program.bound.values())
+        launches = len(program.variant([tokens] * 8).launches)
+        rows.append(
+            {
+                "chain": program.name,
+                "weights": "packed" if packed else "one an expert",
+                "T": tokens,
+                "launches": launches,
+                "first us": round(host_us(first), 1),
+                "again us": round(host_us(again), 1),
+                "repeated": "yes" if bound else "no",
+            }
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    p.add_argument("--out", type=Path, default=RESULTS)
+    arguments = p.parse_args(argv)
+    ignore_known_warnings()
+    rows: list[dict[str, Any]] = []
+    for packed in (True, False):
+        for tokens in arguments.tokens:
+            rows += measure(packed, tokens, False)
+        rows += measure(packed, 1024, True)[1:]
+        notes = [
+            f"E={EXPERTS}, k={TOP_K}, H={HIDDEN}, I={INTERMEDIATE}, bf16; medians, microseconds of host time a call.",
+            "first: sizes that are new; again: every later call. Chains whose run cannot be repeated say no.",
+        ]
+        device = torch.cuda.get_device_name()
+        write(arguments.out, "chain_host", "Host time of a chain", rows, device=device, notes=notes)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""A chain bound to its weights and sizes: the launches of one run, to be made again with little left to do.
+
+What leads to a launch (layouts, tiles, tensor descriptors, the handle of the compiled kernel) depends only on the
+sizes, strides and dtypes of the operands, on where the weights are, and on which addresses are aligned. The first run
+with given ones is watched by a `Binder`; a later run allocates the outputs and one block of memory for everything in
+between, puts the addresses into the noted arguments and starts the kernels. Where that would not be the same again (an
+operand had to be copied, a table of addresses is written at each call) nothing is bound, and every run goes the long
+way.
+
+A bound chain holds no tensor but tables of the weights' addresses. Weights that move are freed, and seen: their
+addresses are in the key under which the caller keeps it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_compiler.runtime_kernels.launching import Start, Trace
+
+_ALIGNMENT = 512
+
+
+@dataclass
+class _Start:
+    """One launch: `arguments` with the addresses at `places` still to be put in, from these slots."""
+
+    kernel: str
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    programs: int
+    arguments: list[Any]
+    places: list[tuple[int, int]]
+
+
+@dataclass
+class _Block:
+    """Memory that a run allocates: its size in bytes, and the first and the last step that uses it."""
+
+    size: int
+    first: int
+    last: int
+
+
+class _Address:
+    """Stands for a descriptor's tensor, which must not be kept alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._address = tensor.data_ptr()
+        self.dtype = tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class Bound:
+    """The launches of a chain. Call it with the chain's operands; it returns the outputs.
+
+    launching: the kernel that was started last, for a message about it. tables: what it keeps alive.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[_Start],
+        inputs: Sequence[int],
+        outputs: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]],
+        offsets: Sequence[int],
+        size: int,
+        tables: Sequence[Tensor],
+    ) -> None:
+        self.tables = tuple(tables)
+        self.launching = ""
+        self._starts = tuple(starts)
+        self._inputs = tuple(inputs)
+        self._outputs = tuple(outputs)
+        self._offsets = tuple(offsets)
+        self._size = size
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        device = tensors[0].device
+        outputs = [torch.empty_strided(s, t, dtype=dtype, device=device) for s, t, dtype in self._outputs]
+        addresses = [tensors[index].data_ptr() for index in self._inputs]
+        addresses += [output.data_ptr() for output in outputs]
+        if self._size:
+            block = torch.empty(self._size, dtype=torch.uint8, device=device)
+            base = block.data_ptr()
+            addresses += [base + offset for offset in self._offsets]
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        for start in self._starts:
+            self.launching = start.kernel
+            arguments = start.arguments.copy()
+            for place, slot in start.places:
+                arguments[place] = addresses[slot]
+            start.run(start.programs, 1, 1, stream, start.function, start.metadata, None, None, None, *arguments)
+        return outputs
+
+
+def watched() -> bool:
+    """Whether a profiler of triton's listens to launches: bound ones would pass it by."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+class Binder:
+    """Watches one run of a chain, step by step, and makes a Bound of it.
+
+    Tensors are told apart by identity while they are alive, so memory that is freed and taken again in the run is no
+    source of confusion, and the run needs no more of it than one that nobody watches.
+    """
+
+    def __init__(self, trace: Trace, tensors: Sequence[Tensor], are_weights: Sequence[bool]) -> None:
+        self._trace = trace
+        self._inputs = [index for index, is_weight in enumerate(are_weights) if not is_weight]
+        self._weights = {id(t) for t, is_weight in zip(tensors, are_weights, strict=True) if is_weight}
+        self._slots = {id(tensors[index]): slot for slot, index in enumerate(self._inputs)}
+        self._blocks: list[_Block] = []
+        self._starts: list[_Start] = []
+        self._step = 0
+        # Which of two operands a launch was given cannot be told when they are one.
+        self._possible = len(self._slots) == len(self._inputs)
+
+    def allocated(self, tensors: Sequence[Tensor]) -> None:
+        """Buffers of the step that comes next."""
+        for tensor in tensors:
+            self._slots[id(tensor)] = len(self._inputs) + len(self._blocks)
+            self._blocks.append(_Block(tensor.nbytes, self._step, self._step))
+
+    def launched(self) -> None:
+        """A step has made its launches."""
+        trace = self._trace
+        self.allocated(trace.scratch)
+        fixed = self._weights | {id(table) for table in trace.constants}
+        for handle, start in trace.launches:
+            self._note(handle, start, fixed)
+        self._possible = self._possible and trace.repeatable and bool(trace.launches)
+        self._step += 1
+        self.freed(trace.scratch)
+        trace.launches.clear()
+        trace.scratch.clear()
+
+    def skipped(self) -> None:
+        """A step had nothing to do; with other operands of the same sizes it has nothing to do either."""
+        self._step += 1
+
+    def freed(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing after the step that came last reads these buffers."""
+        for tensor in tensors:
+            self._blocks[self._slots.pop(id(tensor)) - len(self._inputs)].last = self._step - 1
+
+    def _note(self, handle: Any, start: Start, fixed: set[int]) -> None:
+        arguments: list[Any] = []
+        places: list[tuple[int, int]] = []
+        for place, operand in enumerate(start.operands):
+            base = operand.base if isinstance(operand, TensorDescriptor) else operand
+            if operand is None:
+                arguments.append(None)
+            elif id(base) in self._slots and base is operand:
+                places.append((place, self._slots[id(base)]))
+                arguments.append(0)
+            elif id(base) not in fixed:
+                self._possible = False
+                return
+            elif base is operand:
+                arguments.append(base.data_ptr())
+            else:
+                descriptor = copy.copy(operand)
+                descriptor.base = _Address(base)
+                arguments.append(descriptor)
+        arguments += [*start.numbers, *start.constants.values(), start.pdl]
+        name, metadata = start.kernel.__name__, handle.packed_metadata
+        self._starts.append(_Start(name, handle.run, handle.function, metadata, start.programs, arguments, places))
+
+    def finish(self, outputs: Sequence[Tensor]) -> Bound | None:
+        """The run as a Bound, or None where it cannot be repeated. `outputs` are among the allocated buffers."""
+        given = [self._slots.get(id(output), -1) - len(self._inputs) for output in outputs]
+        if not self._possible or not self._starts or len(set(given)) < len(given) or min(given, default=0) < 0:
+            return None
+        inner = [block for block in range(len(self._blocks)) if block not in given]
+        offsets, size = _pack([self._blocks[block] for block in inner])
+        order = {block: slot for slot, block in enumerate([*given, *inner], start=len(self._inputs))}
+        for start in self._starts:
+            start.places = [
+                (place, slot if slot < len(self._inputs) else order[slot - len(self._inputs)])
+                for place, slot in start.places
+            ]
+        shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
+        return Bound(self._starts, self._inputs, shapes, offsets, size, self._trace.constants)
+
+
+def _pack(blocks: Sequence[_Block]) -> tuple[list[int], int]:
+    """Offsets of the blocks in one piece of memory, and its size: the largest first, each where it first fits.
+
+    Two blocks whose steps overlap never share a byte.
+    """
+    offsets = [0] * len(blocks)
+    placed: list[int] = []
+    for index in sorted(range(len(blocks)), key=lambda i: -blocks[i].size):
+        one, at = blocks[index], 0
+        others = [i for i in placed if blocks[i].first <= one.last and one.first <= blocks[i].last]
+        for other in sorted(others, key=lambda i: offsets[i]):
+            if at + one.size <= offsets[other]:
+                break
+            at = max(at, -(-(offsets[other] + blocks[other].size) // _ALIGNMENT) * _ALIGNMENT)
+        offsets[index] = at
+        placed.append(index)
+    return offsets, max((offsets[i] + blocks[i].size for i in placed), default=0)

@@ -1,0 +1,226 @@
+"""The second run of a chain repeats the launches of the first, on its own operands and in memory of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import weakref
+
+import pytest
+import torch
+
+from tests.runtime_kernels.test_chain import backward_inputs, backward_program, forward_inputs, forward_program
+
+pytest.importorskip("triton")
+
+from moe_compiler.runtime_kernels import launching
+from moe_compiler.runtime_kernels.chain import bound, launcher
+from moe_compiler.runtime_kernels.chain.prepared import PreparedBuffer, prepare
+
+
+class Handle:
+    """A compiled kernel that notes what it is started with."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, started: list[tuple[str, tuple]]) -> None:
+        self.started = started
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.started.append(("long", (grid[0], *arguments)))
+
+    def run(self, programs, y, z, stream, function, metadata, a, b, c, *arguments):
+        assert (y, z, stream, function, metadata, a, b, c) == (1, 1, 7, "function", "metadata", None, None, None)
+        self.started.append(("short", (programs, *arguments)))
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    """Programs are shared by their text: what other tests have bound is not to be seen."""
+    prepare.cache_clear()
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[tuple[str, tuple]]:
+    """All starts of kernels, on a machine without a device."""
+    found: list[tuple[str, tuple]] = []
+
+    class Handles(dict):
+        def get(self, key):
+            return Handle(found)
+
+    monkeypatch.setattr(launching, "_handles", Handles())
+    active = type("Driver", (), {"get_current_device": lambda: 0, "get_current_stream": lambda device: 7})
+    for module in (launching, bound):
+        monkeypatch.setattr(module, "driver", type("Runtime", (), {"active": active}))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return found
+
+
+@pytest.fixture
+def apart(monkeypatch) -> None:
+    """No two buffers of a run have the same address, so an address says which buffer it is."""
+    kept: list[object] = []
+    allocate, scratch = PreparedBuffer.allocate, launching.scratch
+
+    def keep(function):
+        def kept_alive(*arguments):
+            kept.append(function(*arguments))
+            return kept[-1]
+
+        return kept_alive
+
+    def pack(blocks):
+        sizes = [-(-block.size // 512) * 512 + 512 for block in blocks]
+        return [sum(sizes[:index]) for index in range(len(sizes))], sum(sizes)
+
+    monkeypatch.setattr(PreparedBuffer, "allocate", keep(allocate))
+    for folder in ("order", "grad_act"):
+        module = importlib.import_module(f"moe_compiler.runtime_kernels.{folder}.launch")
+        monkeypatch.setattr(module, "scratch", keep(scratch))
+    monkeypatch.setattr(bound, "_pack", pack)
+
+
+def fresh(tensors):
+    """The same operands at other addresses, but for the weights."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) if t.dim() < 3 else t for t in tensors]
+
+
+def roles(starts, inputs, outputs):
+    """Every argument of every start, an address as what it is the address of: an input, an output, or which buffer."""
+    known = {t.data_ptr(): f"in {i}" for i, t in enumerate(inputs)} | {
+        t.data_ptr(): f"out {i}" for i, t in enumerate(outputs)
+    }
+    inner: dict[int, str] = {}
+
+    def role(argument):
+        if isinstance(argument, int) and argument > 1 << 30:
+            return known.get(argument) or inner.setdefault(argument, f"buffer {len(inner)}")
+        return repr(argument) if not hasattr(argument, "base") else ("box", argument.base.data_ptr(), argument.shape)
+
+    return [tuple(map(role, arguments)) for _, arguments in starts]
+
+
+@pytest.mark.parametrize("tokens", [3, 37, 3000])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_second_run_makes_the_same_launches_on_its_own_operands(make_block, started, apart, tokens, direction):
+    block = make_block(tokens=tokens, layout="packed").detached()
+    make, write = (forward_inputs, forward_program) if direction == "forward" else (backward_inputs, backward_program)
+    text, first = write(block).to_text(), make(block)
+    one = launcher.run(first, text)
+    assert {kind for kind, _ in started} == {"long"}
+    want = roles(started, first, one)
+    started.clear()
+    second = fresh(first)
+    two = launcher.run(second, text)
+    assert {kind for kind, _ in started} == {"short"}
+    assert roles(started, second, two) == want
+    assert [(t.shape, t.stride(), t.dtype) for t in two] == [(t.shape, t.stride(), t.dtype) for t in one]
+    assert not {t.data_ptr() for t in two} & {t.data_ptr() for t in one}
+
+
+def kinds(started, inputs, text):
+    started.clear()
+    launcher.run(inputs, text)
+    return {kind for kind, _ in started}
+
+
+def test_other_sizes_strides_and_weights_go_the_long_way_once(make_block, started):
+    block = make_block(tokens=6, layout="packed").detached()
+    text, inputs = forward_program(block).to_text(), forward_inputs(block)
+    assert kinds(started, inputs, text) == {"long"}
+    assert kinds(started, inputs, text) == {"short"}
+    moved = [*inputs[:3], *(t.clone() for t in inputs[3:])]
+    assert kinds(started, moved, text) == {"long"}, "weights at other addresses"
+    assert kinds(started, moved, text) == {"short"}
+    other = make_block(tokens=7, layout="packed").detached()
+    fewer = [*forward_inputs(other)[:3], *inputs[3:]]
+    assert kinds(started, fewer, text) == {"long"}, "another number of tokens"
+    assert kinds(started, inputs, text) == {"short"}, "the first one is still known"
+
+
+def test_an_operand_that_is_copied_is_never_bound(make_block, started):
+    block = make_block(tokens=6, layout="packed").detached()
+    text, inputs = forward_program(block).to_text(), forward_inputs(block)
+    columns = [inputs[0].t().contiguous().t(), *inputs[1:]]
+    assert columns[0].stride(1) != 1
+    for _ in range(3):
+        assert kinds(started, columns, text) == {"long"}
+    assert list(prepare(text).bound.values()).count(None) >= 1
+
+
+def test_lists_of_weights_are_bound_and_their_written_gradients_are_not(make_block, started, monkeypatch):
+    monkeypatch.setattr(launching, "_ready_writer", lambda device: None)
+    monkeypatch.setattr(launching, "write_table_kernel", {(1,): lambda *a, **k: None})
+    block = make_block(tokens=6, layout="list").detached()
+    text, inputs = forward_program(block).to_text(), forward_inputs(block)
+    assert kinds(started, inputs, text) == {"long"}
+    assert kinds(started, inputs, text) == {"short"}
+    text, inputs = backward_program(block).to_text(), backward_inputs(block)
+    for _ in range(2):
+        assert kinds(started, inputs, text) == {"long"}
+
+
+def test_one_tensor_in_two_roles_is_not_bound(make_block, started):
+    block = make_block(tokens=6, layout="packed").detached()
+    text, inputs = backward_program(block).to_text(), backward_inputs(block)
+    same = [inputs[1], *inputs[1:]]
+    assert kinds(started, same, text) == {"long"}
+    assert kinds(started, same, text) == {"long"}
+
+
+def test_a_bound_chain_keeps_no_weights_alive(make_block, started):
+    block = make_block(tokens=6, layout="packed").detached()
+    text, inputs = forward_program(block).to_text(), [t.clone() for t in forward_inputs(block)]
+    kinds(started, inputs, text)
+    kinds(started, inputs, text)
+    gone = [weakref.ref(t) for t in inputs]
+    del inputs
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_a_profiler_that_listens_gets_every_launch(make_block, started, monkeypatch):
+    block = make_block(tokens=6, layout="packed").detached()
+    text, inputs = forward_program(block).to_text(), forward_inputs(block)
+    kinds(started, inputs, text)
+    monkeypatch.setattr(bound, "watched", lambda: True)
+    assert kinds(started, inputs, text) == {"long"}
+
+
+def test_a_failing_repetition_names_the_kernel(make_block, started):
+    block = make_block(tokens=6, layout="packed").detached()
+    text, inputs = forward_program(block).to_text(), forward_inputs(block)
+    kinds(started, inputs, text)
+
+    def fail(*arguments):
+        raise RuntimeError("no device")
+
+    for known in prepare(text).bound.values():
+        if known is not None:
+            known._starts = tuple(dataclasses.replace(start, run=fail) for start in known._starts)
+    with pytest.raises(launcher.KernelLaunchError, match="kernel order_kernel failed: RuntimeError: no device"):
+        launcher.run(inputs, text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_that_live_together_never_overlap(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(limit):
+        return int(torch.randint(0, limit, (), generator=generator))
+
+    blocks = []
+    for _ in range(12):
+        first = draw(8)
+        blocks.append(bound._Block(draw(5000), first, first + draw(4)))
+    offsets, size = bound._pack(blocks)
+    for i, one in enumerate(blocks):
+        assert offsets[i] % 512 == 0 and offsets[i] + one.size <= size
+        for j in range(i):
+            other = blocks[j]
+            together = one.first <= other.last and other.first <= one.last
+            apart = offsets[i] + one.size <= offsets[j] or offsets[j] + other.size <= offsets[i]
+            assert apart or not together or not one.size or not other.size
+    assert size <= sum(-(-b.size // 512) * 512 for b in blocks)
