@@ -2,7 +2,7 @@
 
     python -m benchmarks.chain_host              # on one GPU; writes docs/benchmarks/chain_host.json and .md
 
-Chains of transformers' Qwen3 MoE block (E=128, k=8, H=2048, I=768, bf16), with packed weights and with one tensor an
+Chains of a block as in Qwen3-30B-A3B (E=128, k=8, H=2048, I=768, bf16), with packed weights and with one tensor an
 expert. "first": a run with sizes that are new (kernels compiled already); "again": every later one. Calls are made in
 bursts of 16 on an idle device, so none waits for a full queue.
 """
@@ -23,35 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.timing import RESULTS, table, write
 from moe_compiler.demo import backend_or_function, ignore_known_warnings
 from moe_compiler.runtime_kernels.chain.prepared import prepare
+from moe_compiler.testing import examples
 
-EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+SIZES = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
+# How the weights are kept, and the formulation whose example keeps them so.
+WEIGHTS = {"packed": "grouped_mm", "one an expert": "where_loop"}
 TOKENS = (1, 8, 128, 1024, 8192)
 BURST, ROUNDS = 16, 15
-
-
-class Block(torch.nn.Module):
-    """Router and experts; `packed`, or one tensor an expert in a loop over all of them."""
-
-    def __init__(self, packed: bool) -> None:
-        super().__init__()
-        like = {"dtype": torch.bfloat16, "device": "cuda"}
-        self.router = torch.nn.Linear(HIDDEN, EXPERTS, bias=False, **like)
-        shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-
-        def weights(shape: tuple[int, int]) -> Any:
-            if packed:
-                return torch.nn.Parameter(torch.randn(EXPERTS, *shape, **like) * 0.02)
-            return torch.nn.ParameterList(torch.randn(*shape, **like) * 0.02 for _ in range(EXPERTS))
-
-        self.gate_up, self.down = map(weights, shapes)
-        self.packed = packed
-
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        w, ids = torch.topk(torch.softmax(self.router(x_TH).float(), -1), TOP_K)
-        gate_up, down = ([self.gate_up], [self.down]) if self.packed else (list(self.gate_up), list(self.down))
-        return torch.ops.moepdl.experts(
-            x_TH, ids, w.to(x_TH.dtype), gate_up, [], down, "silu", True, "output", x_TH.dtype
-        )
 
 
 class Chains(TorchDispatchMode):
@@ -80,12 +58,12 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def measure(packed: bool, tokens: int, backward: bool) -> list[dict[str, Any]]:
+def measure(weights: str, tokens: int, backward: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    module = Block(packed).requires_grad_(backward)
-    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=backward)
-    compiled = torch.compile(module, backend=backend_or_function("moepdl"), dynamic=False)
+    module = examples()[WEIGHTS[weights]](dtype=torch.bfloat16, **SIZES).module.cuda().requires_grad_(backward)
+    x = torch.randn(tokens, SIZES["hidden"], dtype=torch.bfloat16, device="cuda", requires_grad=backward)
+    compiled = torch.compile(module, backend=backend_or_function("moepdl"), fullgraph=True, dynamic=False)
 
     def step() -> None:
         with torch.set_grad_enabled(backward):
@@ -113,7 +91,7 @@ def measure(packed: bool, tokens: int, backward: bool) -> list[dict[str, Any]]:
         rows.append(
             {
                 "chain": program.name,
-                "weights": "packed" if packed else "one an expert",
+                "weights": weights,
                 "T": tokens,
                 "launches": launches,
                 "first us": round(host_us(first), 1),
@@ -131,12 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = p.parse_args(argv)
     ignore_known_warnings()
     rows: list[dict[str, Any]] = []
-    for packed in (True, False):
+    for weights in WEIGHTS:
         for tokens in arguments.tokens:
-            rows += measure(packed, tokens, False)
-        rows += measure(packed, 1024, True)[1:]
+            rows += measure(weights, tokens, False)
+        rows += measure(weights, 1024, True)[1:]
         notes = [
-            f"E={EXPERTS}, k={TOP_K}, H={HIDDEN}, I={INTERMEDIATE}, bf16; medians, microseconds of host time a call.",
+            ", ".join(f"{key} {value}" for key, value in SIZES.items()) + ", bf16; medians, us of host time a call.",
             "first: sizes that are new; again: every later call. Chains whose run cannot be repeated say no.",
         ]
         device = torch.cuda.get_device_name()
