@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from moe_compiler.backend import last_reports, moepdl
 from moe_compiler.errors import KernelError
 from moe_compiler.graph_edges import read_edges
 from moe_compiler.runtime_kernels import registry
+from moe_compiler.runtime_kernels.chain.prepared import PreparedProgram, prepare
 from tests.moe_compiler.blocks import (
     TOKENS,
     assert_accurate,
@@ -19,6 +22,7 @@ from tests.moe_compiler.blocks import (
 )
 
 pytestmark = pytest.mark.gpu
+bound = pytest.importorskip("moe_compiler.runtime_kernels.chain.bound", reason="triton is not installed")
 
 
 def compiled(function, *, options=None, **kwargs):
@@ -151,3 +155,40 @@ def test_results_are_the_same_bits_on_every_run():
             found = [out.detach(), *torch.autograd.grad(out, [x, *block.parameters()], grad)]
             first = first or found
             assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "where_loop"])
+def test_repeated_launches_compute_what_first_ones_do(name, monkeypatch):
+    from moe_compiler.testing import examples
+
+    example = examples()[name](dtype=torch.bfloat16)
+    module = example.module.cuda()
+    parameters = list(module.parameters())
+
+    def run(ours, seed, tokens):
+        torch.manual_seed(seed)
+        (x,) = (t.cuda().requires_grad_() for t in example.inputs(tokens))
+        with torch.no_grad():
+            alone = ours(x)
+        out = ours(x)
+        return [alone, out.detach(), *torch.autograd.grad(out, [x, *parameters], torch.randn_like(out))]
+
+    def compile_anew():
+        torch._dynamo.reset()
+        prepare.cache_clear()
+        options = {"remainder": "eager", "require_match": True}
+        return torch.compile(module, backend=moepdl, options=options, fullgraph=True, dynamic=True)
+
+    calls = [(seed, tokens) for seed in range(4) for tokens in (1, 8, 200, 3000)]
+    ours, known = compile_anew(), Counter()
+    call = bound.Bound.__call__
+    monkeypatch.setattr(bound.Bound, "__call__", lambda self, tensors: known.update([id(self)]) or call(self, tensors))
+    repeated = [run(ours, *each) for each in calls]
+    assert known.total() >= 3 * 4, "runs after the first with a number of tokens are repeated"
+    monkeypatch.setattr(PreparedProgram, "keep", lambda self, signature, found: None)
+    ours = compile_anew()
+    known.clear()
+    for each, found in zip(calls, repeated, strict=True):
+        for one, other in zip(run(ours, *each), found, strict=True):
+            assert torch.equal(one, other)
+    assert not known
