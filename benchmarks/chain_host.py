@@ -13,16 +13,18 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.timing import RESULTS, table, write
 from moe_compiler.demo import backend_or_function, ignore_known_warnings
-from moe_compiler.runtime_kernels.chain.prepared import prepare
+from moe_compiler.runtime_kernels.chain import launcher
+from moe_compiler.runtime_kernels.chain.prepared import PreparedProgram, prepare
 from moe_compiler.testing import examples
 
 SIZES = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
@@ -32,17 +34,23 @@ TOKENS = (1, 8, 128, 1024, 8192)
 BURST, ROUNDS = 16, 15
 
 
-class Chains(TorchDispatchMode):
-    """Collects the chains that are called, with their operands."""
+@contextmanager
+def chains() -> Iterator[list[tuple[list[torch.Tensor], str]]]:
+    """The chains that run inside, as (operands, program)."""
+    calls: list[tuple[list[torch.Tensor], str]] = []
+    texts: list[str] = []
+    signature, ready = PreparedProgram.signature, launcher.prepare
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, ...]] = []
+    def prepared(text: str) -> PreparedProgram:
+        texts.append(text)
+        return ready(text)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.moepdl.chain.default:
-            self.calls.append(args)
-        return func(*args, **(kwargs or {}))
+    def signed(self: PreparedProgram, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        calls.append((list(tensors), texts[-1]))
+        return signature(self, tensors)
+
+    with mock.patch.object(launcher, "prepare", prepared), mock.patch.object(PreparedProgram, "signature", signed):
+        yield calls
 
 
 def host_us(call: Callable[[], object]) -> float:
@@ -72,10 +80,10 @@ def measure(weights: str, tokens: int, backward: bool) -> list[dict[str, Any]]:
             y.backward(torch.ones_like(y))
 
     step()
-    with Chains() as chains:
+    with chains() as calls:
         step()
     rows = []
-    for tensors, text in chains.calls:
+    for tensors, text in calls:
         program = prepare(text)
 
         def again(tensors: Any = tensors, text: str = text) -> None:
