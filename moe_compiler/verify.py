@@ -18,9 +18,11 @@ from moe_compiler.graph_pass import GraphPass, fake_mode_of_graph
 from moe_compiler.launch import Chain
 from moe_compiler.moe_ir import is_moepdl, op_name, size_expr, user_line, vocabulary_errors
 from moe_compiler.options import Options
+from moe_compiler.pdl_rules import Grid, Trigger, Wait, check
+from moe_compiler.runtime_kernels.chain.program import Variant
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["check_chain", "check_graph", "interface", "returned"]
+__all__ = ["check_chain", "check_graph", "grids", "interface", "returned"]
 
 
 def _metadata(value: Any) -> Any:
@@ -89,33 +91,46 @@ def check_graph(graph: Graph, graph_pass: GraphPass, before: tuple[Any, ...]) ->
         raise _fail(graph_pass, f"inputs or outputs changed: {changed}", None)
 
 
-def check_chain(chain: Chain, options: Options) -> None:
-    """Raise VerifyError unless every programmatic launch of the chain is provably safe.
+def grids(chain: Chain, variant: Variant) -> list[Grid]:
+    """The launches of a variant as the rules of programmatic launch see them, from what their kernels declare.
 
-    Rules (by buffer; buffers of a chain are written once and never alias its inputs):
-    first launch plain; an attributed kernel waits; it triggers only after its own wait, so that only the immediate
-    predecessor has to be looked at; before its wait it reads nothing but weights, which no launch of the chain writes;
-    its architecture is one that the kernel supports.
+    Buffers of a chain are written once and never alias its inputs, so a buffer's name stands for its memory; memory
+    that is used again inside the chain is written after a wait, which every launch before it is covered by.
+    """
+    found = []
+    for launch in variant.launches:
+        traits = kernel(launch.kernel).traits
+        weights = frozenset(name for key in traits.weights if (name := launch.ins.get(key)) is not None)
+        found.append(
+            Grid(
+                name=launch.kernel,
+                attribute=launch.pdl,
+                wait=Wait.ALL if traits.waits else Wait.NONE,
+                trigger=Trigger.AFTER_WAIT if traits.triggers else Trigger.NONE,
+                early_reads=weights,
+                reads=frozenset(name for name in launch.ins.values() if name is not None) - weights,
+                writes=frozenset(launch.outs.values()),
+                constants=weights,
+            )
+        )
+    return found
+
+
+def check_chain(chain: Chain, options: Options) -> None:
+    """Raise VerifyError unless every programmatic launch of the chain is provably safe, by the rules of `pdl_rules`.
+
+    A chain's first launch is a plain one besides: it separates the chain from whatever ran before.
     """
     if options.verify == "off":
         return
     for variant in chain.program.variants:
-        written: set[str] = set()
+        where = f"chain {chain.program.name}, variant {variant.name}"
         for index, launch in enumerate(variant.launches):
-            traits = kernel(launch.kernel).traits
-            where = f"chain {chain.program.name}, variant {variant.name}, launch {index} ({launch.kernel})"
-            early = {name for key in traits.weights if (name := launch.ins.get(key)) is not None}
+            one = f"{where}, launch {index} ({launch.kernel})"
             if launch.pdl and index == 0:
-                raise VerifyError(f"{where}: the first launch of a chain carries the PDL attribute")
-            if launch.pdl and not traits.waits:
-                raise VerifyError(f"{where}: it carries the PDL attribute, but the kernel never waits")
-            if launch.pdl and traits.triggers and not traits.waits:
-                raise VerifyError(f"{where}: it triggers without having waited")
-            if early & written:
-                raise VerifyError(
-                    f"{where}: {', '.join(sorted(early & written))} may be read before the wait, "
-                    "but a launch of this chain writes it"
-                )
+                raise VerifyError(f"{one}: the first launch of a chain carries the PDL attribute")
             if launch.pdl and chain.device != "cuda":
-                raise VerifyError(f"{where}: it carries the PDL attribute on a {chain.device} device")
-            written |= set(launch.outs.values())
+                raise VerifyError(f"{one}: it carries the PDL attribute on a {chain.device} device")
+        broken = check(grids(chain, variant))
+        if broken:
+            raise VerifyError(f"{where}: {broken[0]}" + (f" (and {len(broken) - 1} more)" if broken[1:] else ""))

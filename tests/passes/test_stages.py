@@ -106,12 +106,12 @@ def test_pdl_off_is_the_same_chain_without_the_attribute(hopper):
 
 def test_pdl_on_where_there_is_none_is_an_error_with_a_way_out():
     with pytest.raises(PdlUnavailable, match='options\\["pdl"\\]="on"') as caught:
-        run_phase(forward_graph(tokens=100, device="cpu"), "graph", context(pdl="on"))
+        run_phase(forward_graph(tokens=1000, device="cpu"), "graph", context(pdl="on"))
     assert "auto" in caught.value.try_
 
 
 def test_on_a_cpu_a_block_is_a_loop_over_the_experts():
-    module = forward_graph(tokens=100, device="cpu")
+    module = forward_graph(tokens=1000, device="cpu")
     run_phase(module, "graph", context())
     (variant,) = program(module).variants
     assert kernels(variant) == ["route", "order", "experts_loop"]
