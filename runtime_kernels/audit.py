@@ -10,16 +10,19 @@ that stands in a warp-specialised loop. So the proof obligations of a launch wit
     the launch attribute if and only if there is a wait
 
 Nothing here needs a GPU: `compile_offline` compiles a recorded start for any architecture, and the disassembler is the
-one that ships with triton.
+one that ships with triton. On a GPU every kernel that is about to be launched with the attribute for the first time is
+checked too (`audited`), once for each compilation.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.launching import Start
@@ -50,6 +54,11 @@ _NAMES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
+
+
+# What an audit demands may change with this file.
+_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+_audited: dict[str, AuditResult] = {}
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,23 @@ def audit(compiled: Any) -> AuditResult:
     """Check the code of a compiled kernel (what `triton.compile` or a launch returns)."""
     attribute = bool(getattr(compiled.metadata, "launch_pdl", False))
     return audit_code(compiled.metadata.name, instructions(compiled.asm["cubin"]), attribute)
+
+
+def audited(compiled: Any) -> AuditResult:
+    """`audit`, remembered in the process and beside the compiled kernel in triton's cache."""
+    known = _audited.get(compiled.hash)
+    if known is None:
+        cache, name = get_cache_manager(compiled.hash), f"moepdl_audit_{_SOURCE}.json"
+        path = cache.get_file(name)
+        if path is not None:
+            record: dict[str, Any] = json.loads(Path(path).read_text())
+            lists = {key: tuple(record[key]) for key in ("before_wait", "problems")}
+            known = AuditResult(**{**record, **lists})
+        else:
+            known = audit(compiled)
+            cache.put(json.dumps(asdict(known)), name, binary=False)
+        _audited[compiled.hash] = known
+    return known
 
 
 def audit_code(kernel: str, code: Sequence[str], attribute: bool) -> AuditResult:

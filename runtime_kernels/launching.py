@@ -7,6 +7,7 @@ binder of `JITFunction`. Nothing here synchronises with the device, and everythi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
@@ -29,6 +31,8 @@ _INT32_LIMIT = 2**31
 _ADDRESSES = 32
 
 _handles: dict[tuple[Any, ...], Any] = {}
+# Keys of kernels whose compiled code may not be launched with the PDL attribute.
+_refused: set[tuple[Any, ...]] = set()
 _record: list[Start] | None = None
 _trace: Trace | None = None
 
@@ -297,18 +301,54 @@ def start(
             address = operand.data_ptr()
             key.append((operand.dtype, address % 16 == 0))
             fast.append(address)
-    handle = _handles.get(tuple(key))
+    handle: Any = _handles.get(tuple(key))
     if handle is not None:
         handle[(programs, 1, 1)](*fast, *numbers, *constants.values(), pdl)
         return _traced(handle, kernel, programs, operands, numbers, constants, pdl, warps, stages, registers)
+    refused = tuple(key) in _refused
+    if not refused:
+        handle = _compile(kernel, operands, numbers, constants, pdl, warps, stages, registers)
+        refused = pdl and not _waits_as_it_must(handle)
+    if refused:
+        _refused.add(tuple(key))
+        return start(
+            kernel, programs, operands, numbers, constants, pdl=False, warps=warps, stages=stages, registers=registers
+        )
+    handle[(programs, 1, 1)](*fast, *numbers, *constants.values(), pdl)
+    _handles[tuple(key)] = handle
+    return _traced(handle, kernel, programs, operands, numbers, constants, pdl, warps, stages, registers)
+
+
+def _compile(
+    kernel: Any,
+    operands: Sequence[Any],
+    numbers: Sequence[int],
+    constants: dict[str, Any],
+    pdl: bool,
+    warps: int,
+    stages: int,
+    registers: int | None,
+) -> Any:
+    """The compiled handle of a kernel for these arguments; nothing is launched."""
     expected = list(kernel.arg_names[len(operands) + len(numbers) :])
     if expected != [*constants, "PDL"]:
         raise TypeError(f"{kernel.__name__} takes the constants {expected}, got {[*constants, 'PDL']}")
-    handle = kernel[(programs, 1, 1)](
-        *operands, *numbers, **constants, PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl
-    )
-    _handles[tuple(key)] = handle
-    return _traced(handle, kernel, programs, operands, numbers, constants, pdl, warps, stages, registers)
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": pdl}
+    return kernel.warmup(*operands, *numbers, **constants, PDL=pdl, grid=(1, 1, 1), **options)
+
+
+def _waits_as_it_must(handle: Any) -> bool:
+    """Whether the machine code keeps the rules of programmatic launch; if not, a warning says what it does."""
+    from moe_compiler.runtime_kernels.audit import audited
+
+    found = audited(handle)
+    if not found.ok:
+        warnings.warn(
+            f"{found.kernel} is launched without PDL: its compiled code breaks a rule of programmatic launch "
+            f"({'; '.join(found.problems)}). This is a fault of the kernel or of triton {triton.__version__}",
+            stacklevel=4,
+        )
+    return found.ok
 
 
 def _traced(

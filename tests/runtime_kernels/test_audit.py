@@ -16,6 +16,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from moe_compiler.runtime_kernels import audit as audit_module  # noqa: E402
 from moe_compiler.runtime_kernels.audit import AuditResult, audit, audit_code, compile_offline  # noqa: E402
 from moe_compiler.runtime_kernels.device import trigger, wait, write_table_kernel  # noqa: E402
 from moe_compiler.runtime_kernels.launching import Start, Tile, recording  # noqa: E402
@@ -217,3 +218,15 @@ def test_code_with_other_faults() -> None:
     assert "control flow" in audit_code("late", ["@P0 EXIT", *good], True).problems[0]
     bypass = [*good[:2], "LDG.E.CONSTANT R2, desc[UR4][R2.64]", *good[3:]]
     assert "coherence" in audit_code("bypass", bypass, True).problems[0]
+
+
+def test_an_audit_is_remembered_beside_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = compile_offline(_start(_late_wait_kernel, 2))
+    made: list[Any] = []
+    monkeypatch.setattr(audit_module, "audit", lambda handle: made.append(handle) or audit(handle))
+    first = audit_module.audited(compiled)
+    assert first == audit(compiled) and not first.ok
+    audit_module._audited.clear()  # as a new process
+    assert audit_module.audited(compiled) == first
+    assert made == [compiled]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="launches import triton")
 
+from moe_compiler.runtime_kernels import audit, launching
+from moe_compiler.runtime_kernels.audit import AuditResult
 from moe_compiler.runtime_kernels.launching import (
     UnsupportedDtypeError,
     box,
@@ -80,3 +86,34 @@ def test_recording_launches_nothing_and_ends() -> None:
     with recording() as again:
         pass
     assert again == []
+
+
+def test_code_that_breaks_the_rules_is_launched_without_pdl(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[bool] = []
+
+    class Handle:
+        def __init__(self, pdl: bool) -> None:
+            self.pdl = pdl
+
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *arguments: launched.append(arguments[-1])
+
+    compiled: list[bool] = []
+
+    def compile(kernel: Any, operands: Any, numbers: Any, constants: Any, pdl: bool, *rest: Any) -> Handle:
+        compiled.append(pdl)
+        return Handle(pdl)
+
+    monkeypatch.setattr(launching, "_compile", compile)
+    monkeypatch.setattr(launching, "_handles", {})
+    monkeypatch.setattr(launching, "_refused", set())
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0)))
+    found = AuditResult("broken_kernel", True, 0, 0, (), ("launched with the PDL attribute but never waits",))
+    monkeypatch.setattr(audit, "audited", lambda handle: found)
+    with pytest.warns(UserWarning, match="broken_kernel is launched without PDL: .* never waits"):
+        launching.start("broken", 3, (), (), {}, pdl=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launching.start("broken", 3, (), (), {}, pdl=True)
+    assert launched == [False, False]
+    assert compiled == [True, False]
