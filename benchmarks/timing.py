@@ -67,15 +67,17 @@ def median(samples: Sequence[float]) -> float:
 
 
 def commit() -> str:
-    """The commit measured, with `+` where the tree differs from it; outside a repository what GIT_COMMIT says."""
+    """The commit measured: what GIT_COMMIT says, else the tree's own, with `+` where the tree differs from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
 
 
 def write(
