@@ -125,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ", ".join(f"{key} {value}" for key, value in SIZES.items()) + ", bf16; medians, us of host time a call.",
             "first: sizes that are new; again: every later call. Chains whose run cannot be repeated say no.",
         ]
-        device = torch.cuda.get_device_name()
-        write(arguments.out, "chain_host", "Host time of a chain", rows, device=device, notes=notes)
+        write(arguments.out, "chain_host", "Host time of a chain", rows, device="cuda", notes=notes)
     print(table(rows))
     return 0
 

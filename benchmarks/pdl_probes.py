@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=RESULTS)
     arguments = p.parse_args(argv)
     ignore_known_warnings()
-    save = partial(write, arguments.out, device=torch.cuda.get_device_name())
+    save = partial(write, arguments.out, device="cuda")
     rows = [probe(*each, arguments.replays) for each in PROBES]
     notes = [f"Each sequence in one graph, {arguments.replays} replays; the sleep is {SLEEP_NS // 1000} us."]
     save("pdl", "Races provoked on purpose", rows, notes=notes)
