@@ -20,6 +20,7 @@ from moe_compiler.compilation import Compilation
 from moe_compiler.errors import MatchRequired, MoepdlError
 from moe_compiler.options import Options, resolve
 from moe_compiler.pipeline import known_names
+from moe_compiler.recompute import keep_choices
 from moe_compiler.report import Report
 
 __all__ = ["explain", "last_reports", "moepdl"]
@@ -86,7 +87,7 @@ def _analyse(compilation: Compilation, raised: GraphModule, example_inputs: Sequ
         compilation.rewrite(module)
         return module
 
-    torch_private.aot_module(raised, example_inputs, note, backward_now=True)
+    torch_private.aot_module(raised, example_inputs, note, joint=keep_choices, backward_now=True)
 
 
 def last_reports() -> list[Report]:

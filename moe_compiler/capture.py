@@ -3,7 +3,8 @@
 What moves: torch functions, methods and composite operators become ATen overloads; autograd, autocast and the grad
 mode stay ahead (pre-dispatch), so the canonical operators that are raised here are differentiated later. What stays:
 placeholders with everything that makes Inductor treat parameters as static, the module's metadata, higher-order
-operators (activation checkpoint, cond, flex attention) as leaves with their recorded metadata, user stack traces.
+operators (activation checkpoint, a user's autograd function, cond, flex attention) as leaves with their recorded
+metadata, user stack traces. The body of an activation checkpoint is captured too; `unsearched` names the others.
 
 Small tensor constants are written back as `torch.tensor` calls, so that their values are part of every cache key;
 large ones become buffers with a source of their own.
@@ -11,17 +12,19 @@ large ones become buffers with a source of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_leaves
 
 from moe_compiler import torch_private
 from moe_compiler.errors import CaptureError
+from moe_compiler.moe_ir import op_name
 
-__all__ = ["capture", "nested_bodies"]
+__all__ = ["capture", "nested_bodies", "unsearched"]
 
 _INLINE_CONSTANT_LIMIT = 64
 # Where torch.func keeps the calls that Dynamo records for its transforms.
@@ -61,18 +64,20 @@ class _Retrace(Interpreter):
             return torch_private.record_autocast(target, args, kwargs)
         if not isinstance(target, torch._ops.HigherOrderOperator):
             return super().call_function(target, args, kwargs)
-        bodies = [argument for argument in args if isinstance(argument, GraphModule)]
-        if len(bodies) != 1 or not isinstance(args[0], GraphModule):
-            raise CaptureError(
-                what=f"higher-order operator {target} with {len(bodies)} bodies cannot be retraced",
-                why="only operators whose first argument is their single body are kept as leaves",
-                try_="nothing: the graph goes to Inductor unchanged",
-            )
-        body, rest = args[0], args[1:]
+        return self._leaf(node, target, args, kwargs)
+
+    def _leaf(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a higher-order operator as one call; its bodies keep Dynamo's dialect unless they can be searched."""
+        bodies = [item for item in tree_leaves((args, kwargs)) if isinstance(item, GraphModule)]
+        searched = len(bodies) == 1 and torch_private.is_plain_region(target)
         with torch_private.proxy_tracing_disabled():
-            retraced = _retrace(body, self._mode, rest)
-            out = body(*rest)
-        return torch_private.record_call(target, node, retraced, out, rest, kwargs)
+            if searched:
+                traced = _retrace(args[0], self._mode, args[1:])
+                return_value = args[0](*args[1:])
+                args = (traced, *args[1:])
+            else:
+                return_value = target(*args, **kwargs)
+        return torch_private.record_call(target, node, args, kwargs, return_value)
 
 
 def _retrace(module: GraphModule, mode: Any, arguments: Sequence[Any]) -> GraphModule:
@@ -116,7 +121,7 @@ def _write_constants(module: GraphModule) -> None:
             written.meta = dict(node.meta)
             node.replace_all_uses_with(written)
             module.graph.erase_node(node)
-            if not any(n.op == "get_attr" and n.target == node.target for n in module.graph.nodes):
+            if not any(n.target == node.target for n in module.graph.find_nodes(op="get_attr", sort=False)):
                 delattr(module, str(node.target))
         else:
             from torch._dynamo.source import ConstantSource
@@ -155,14 +160,35 @@ def capture(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
 
 
 def nested_bodies(module: GraphModule) -> list[GraphModule]:
-    """The bodies of higher-order operators in `module`, outermost first, bodies of bodies included."""
+    """The captured bodies of higher-order operators in `module`, outermost first, bodies of bodies included."""
     bodies: list[GraphModule] = []
+    for node, inner in _calls_with_bodies(module):
+        if torch_private.is_plain_region(node.target):
+            bodies.append(inner)
+            bodies.extend(nested_bodies(inner))
+    return bodies
+
+
+def unsearched(module: GraphModule) -> list[tuple[Node, str]]:
+    """Calls of higher-order operators whose bodies choose among scores (a top-k) and are not searched, by name."""
+    found: dict[Node, str] = {}
+    for node, inner in _calls_with_bodies(module):
+        if torch_private.is_plain_region(node.target):
+            found |= dict(unsearched(inner))
+        elif any(op_name(own) == "topk" for body in inner.modules() for own in _nodes(body)):
+            found.setdefault(node, str(node.target))
+    return list(found.items())
+
+
+def _nodes(module: torch.nn.Module) -> list[Node]:
+    return list(module.graph.nodes) if isinstance(module, GraphModule) else []
+
+
+def _calls_with_bodies(module: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
+    """Each call of a higher-order operator with each of its bodies."""
     for node in module.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-            body = node.args[0]
-            if isinstance(body, Node) and body.op == "get_attr":
-                inner = getattr(module, str(body.target), None)
+            for source in node.all_input_nodes:
+                inner = getattr(module, str(source.target), None) if source.op == "get_attr" else None
                 if isinstance(inner, GraphModule):
-                    bodies.append(inner)
-                    bodies.extend(nested_bodies(inner))
-    return bodies
+                    yield node, inner

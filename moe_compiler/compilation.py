@@ -14,15 +14,17 @@ import torch
 from torch.fx import GraphModule
 
 from moe_compiler import _logs, device, torch_private
-from moe_compiler.capture import capture, nested_bodies
+from moe_compiler.capture import capture, nested_bodies, unsearched
 from moe_compiler.dump import write_dump
 from moe_compiler.errors import CaptureError, KernelError, MatchRequired, MoepdlError
 from moe_compiler.graph_pass import Context
 from moe_compiler.graph_text import render_repro
-from moe_compiler.inductor import POST_GRAD, ReportStore, is_backward, post_grad_pass
+from moe_compiler.inductor import JOINT, POST_GRAD, ReportStore, is_backward, joint_pass, post_grad_pass
+from moe_compiler.moe_ir import is_moepdl, user_line
 from moe_compiler.numeric import NumericCheck, copy_graph
 from moe_compiler.options import Options
 from moe_compiler.pipeline import record_graph, run_phase
+from moe_compiler.recompute import keep_choices
 from moe_compiler.report import Report
 from moe_compiler.runtime_kernels.chain.launcher import KernelLaunchError
 
@@ -32,6 +34,10 @@ _WITHOUT_KERNELS = 'options={"on_error": "fallback"} runs the graph without our 
 _ONE_GRAPH = (
     "torch.compile(..., fullgraph=True) makes it one graph, or says what stands in the way "
     '(transformers: model.set_experts_implementation("grouped_mm"))'
+)
+_CUT_BY_DDP = (
+    "torch._dynamo.config.optimize_ddp = False keeps the graph whole, and a larger bucket_cap_mb of "
+    "DistributedDataParallel cuts it less often"
 )
 _PHASE_FIELDS = ("passes", "schedule", "dags", "graphs")
 
@@ -69,9 +75,11 @@ class Compilation:
 
         Raises MatchRequired when fewer blocks matched than options["require_match"] asks for.
         """
-        reason = torch_private.subgraph_reason(module)
+        reason, remedy = torch_private.subgraph_reason(module), _ONE_GRAPH
+        if torch_private.is_cut_by_ddp(module):
+            reason, remedy = "DistributedDataParallel cuts it where a bucket of gradients is full", _CUT_BY_DDP
         if reason:
-            self.report.notes.append(f"this graph is a fragment of its frame: {reason}; {_ONE_GRAPH}")
+            self.report.notes.append(f"this graph is a fragment of its frame: {reason}; {remedy}")
         raised: GraphModule | None = None
         try:
             captured = capture(module, example_inputs)
@@ -85,7 +93,7 @@ class Compilation:
             raise MatchRequired(
                 f'{found} MoE blocks matched where options["require_match"] asks for {needed}',
                 why=str(self.report),
-                try_=_ONE_GRAPH if reason else 'options={"require_match": False} compiles whatever is there',
+                try_=remedy if reason else 'options={"require_match": False} compiles whatever is there',
             )
         return raised
 
@@ -98,6 +106,8 @@ class Compilation:
         for body in [captured, *nested_bodies(captured)]:
             own = Context(self.options, "capture", self.report, self._numeric)
             run_phase(body, "capture", own)
+        for node, name in unsearched(captured):
+            self.report.notes.append(f"a top-k in a body of {name} was not looked at: {user_line(node)}")
         if not any(not match.left_alone for match in self.report.matches):
             return None
         self.report.status = "dryrun" if self.options.dryrun else "rewritten"
@@ -108,6 +118,8 @@ class Compilation:
     def rewrite(self, module: GraphModule) -> None:
         """Stages, chains and launches of one post-autograd graph, in place."""
         phase = "backward" if is_backward(module.graph) else "forward"
+        if phase == "forward" and not any(map(is_moepdl, module.graph.nodes)):
+            return  # a body inside of a graph (a branch of cond, a score function of flex attention)
         self._forget(phase)
         context = Context(self.options, phase, self.report, self._numeric)
         trial = module
@@ -175,7 +187,9 @@ class Compilation:
             )
             self.report.phases_pending = ["forward", *(["backward"] if training else [])]
         if self.options.remainder == "eager":
-            compiled = torch_private.aot_module(module, example_inputs, lambda graph, _: self._run_eager(graph, raised))
+            compiled = torch_private.aot_module(
+                module, example_inputs, lambda graph, _: self._run_eager(graph, raised), joint=keep_choices
+            )
         else:
             compiled = torch_private.compile_fx(module, example_inputs, self._patches(raised))
         if raised and "forward" in self.report.phases_pending and self._load_phase("forward"):
@@ -218,6 +232,7 @@ class Compilation:
         patches |= self.options.inductor
         if raised:
             patches[POST_GRAD] = post_grad_pass(self.rewrite, self.options)
+            patches[JOINT] = joint_pass(self.options)
         return patches
 
     # The end

@@ -1,7 +1,7 @@
 """The seam to Inductor: our phase after autograd as a pass that takes part in its cache key, and the stored report.
 
-Inductor calls one pass where users may put theirs; ours runs its own phase and then the user's passes, so nothing is
-overwritten. On a cache hit no pass runs, but the user is still told what the loaded code does: what the pass reported
+Inductor calls one pass where users may put theirs; ours does its own work and then runs the user's passes, so nothing
+is overwritten. On a cache hit no pass runs, but the user is still told what the loaded code does: what the pass reported
 is stored beside Inductor's caches under a key made of the graph, its inputs, the options and our sources.
 """
 
@@ -21,11 +21,13 @@ from torch.fx import Graph, GraphModule
 from moe_compiler import torch_private
 from moe_compiler.device import describe
 from moe_compiler.options import Options
+from moe_compiler.recompute import keep_choices
 
-__all__ = ["POST_GRAD", "ReportStore", "is_backward", "post_grad_pass", "source_hash"]
+__all__ = ["JOINT", "POST_GRAD", "ReportStore", "is_backward", "joint_pass", "post_grad_pass", "source_hash"]
 
 
-# Inductor's name for where a user's pass, and ours, goes.
+# Inductor's names for where a user's passes, and ours, go: ahead of the partition into forward and backward, after it.
+JOINT = "joint_custom_pre_pass"
 POST_GRAD = "post_grad_custom_pre_pass"
 
 
@@ -51,21 +53,31 @@ def post_grad_pass(run: Callable[[GraphModule], None], options: Options) -> Any:
 
     The user's are those of options["inductor"], else those of Inductor's configuration.
     """
-    theirs = torch_private.passes_of(options.inductor.get(POST_GRAD, torch_private.configured(POST_GRAD)))
+    return _composed(POST_GRAD, run, options)
 
-    class MoepdlPass(torch_private.post_grad_pass_base()):  # type: ignore[misc]
-        """Phase B of moepdl, then the passes that the user had put here."""
 
-        def __call__(self, graph: Graph) -> None:
+def joint_pass(options: Options) -> Any:
+    """The object for Inductor's `joint_custom_pre_pass`: `keep_choices`, then the user's own passes."""
+    return _composed(JOINT, lambda module: keep_choices(module.graph), options)
+
+
+def _composed(place: str, run: Callable[[GraphModule], None], options: Options) -> Any:
+    theirs = torch_private.passes_of(options.inductor.get(place, torch_private.configured(place)))
+    base, aware = torch_private.graph_pass_base(), torch_private.inference_aware_pass_base()
+
+    class MoepdlPass(aware):  # type: ignore[misc, valid-type]
+        """What moepdl does at this place, then the passes that the user had put here."""
+
+        def __call__(self, graph: Graph, is_inference: bool = False) -> None:
             module = graph.owning_module
             assert module is not None
             run(module)
             for own in theirs:
-                own(module.graph)
+                own(module.graph, **({"is_inference": is_inference} if isinstance(own, aware) else {}))
 
         def uuid(self) -> Any:
-            keys = [own.uuid() if hasattr(own, "uuid") else None for own in theirs]
-            if any(key is None for key in keys):
+            keys = [own.uuid() if isinstance(own, base) else None for own in theirs]
+            if not all(keys):
                 return None
             device = json.dumps({k: v for k, v in describe().items() if k != "cpu_threads"}, sort_keys=True)
             # A dump shows the graph of every pass, so code that was compiled without one is compiled again.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -65,10 +66,15 @@ def is_moepdl(node: object) -> bool:
 
 def op_name(node: Node) -> str:
     """The operator's name without namespace and overload: `topk`, `_grouped_mm`, `experts`."""
-    packet = getattr(node.target, "overloadpacket", None)
+    return _name_of(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _name_of(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", None)
     if packet is not None:
         return str(packet).rsplit(".", 1)[-1]
-    return getattr(node.target, "__name__", str(node.target))
+    return getattr(target, "__name__", str(target))
 
 
 def vocabulary_errors(graph: Graph, level: Level) -> list[Node]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from moe_compiler.errors import MoepdlError, PassError
 from moe_compiler.graph_pass import Context, GraphPass
@@ -53,8 +54,20 @@ def pass_named(name: str) -> GraphPass:
     raise KeyError(f"no pass is called {name!r}; passes: {', '.join(p.name for _, p in PIPELINE)}")
 
 
-def _text(graph: Graph) -> str:
-    return str(graph)
+def _snapshot(graph: Graph) -> list[tuple[Node, Any, Any, Any]]:
+    """What a graph says, by identity: fx gives a node new arguments whenever they change. Far cheaper than its text."""
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
+
+
+def _differs(before: list[tuple[Node, Any, Any, Any]], graph: Graph) -> bool:
+    after = _snapshot(graph)
+    if len(before) != len(after) or any(a[0] is not b[0] for a, b in zip(before, after, strict=True)):
+        return True
+    return any(
+        x is not y and str(x) != str(y)
+        for old, new in zip(before, after, strict=True)
+        for x, y in zip(old[1:], new[1:], strict=True)
+    )
 
 
 def _operators(graph: Graph) -> Counter[str]:
@@ -72,7 +85,7 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
         if graph_pass.name in context.options.disable:
             continue
         graph = module.graph
-        before, operators, text = interface(graph), _operators(graph), _text(graph)
+        before, operators, snapshot = interface(graph), _operators(graph), _snapshot(graph)
         original = copy_graph(module) if context.numeric is not None else None
         started = time.perf_counter()
         try:
@@ -82,7 +95,7 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
         except Exception as error:
             raise PassError(graph_pass.name, f"{type(error).__name__}: {error}") from error
         seconds = time.perf_counter() - started
-        changed = _text(graph) != text
+        changed = _differs(snapshot, graph)
         if changed != (rewrites > 0):
             raise PassError(
                 graph_pass.name,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 __all__ = [
     "aot_module",
@@ -24,11 +24,14 @@ __all__ = [
     "fakeify",
     "graph_break_count",
     "graph_break_errors",
+    "graph_pass_base",
     "has_data_dependent_sizes",
+    "is_cut_by_ddp",
+    "is_plain_region",
+    "inference_aware_pass_base",
     "make_fx_pre_dispatch",
     "mode_options",
     "passes_of",
-    "post_grad_pass_base",
     "static_input_indices",
     "subgraph_reason",
     "trace_artifact",
@@ -124,17 +127,30 @@ def record_autocast(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return region
 
 
-def record_call(target: Any, node: Node, module: GraphModule, out: Any, rest: Sequence[Any], kwargs: Any) -> Any:
-    """Record a higher-order operator as one leaf of the running make_fx trace; `out` are its fake results."""
+def is_plain_region(target: Any) -> bool:
+    """Does this higher-order operator run its first argument, its only body, on all the others (a checkpoint)?"""
+    return target in (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap)
+
+
+def record_call(target: Any, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
+    """Record a higher-order operator as one leaf of the running make_fx trace; `out` are its fake results.
+
+    Bodies among the arguments become modules of the traced root.
+    """
     from torch.fx.experimental import proxy_tensor
     from torch.utils._pytree import tree_map
 
     tracer: Any = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
-    name = tracer.get_fresh_qualname("hop_body")
-    tracer.root.register_module(name, module)
-    body = tracer.create_proxy("get_attr", name, (), {})
-    operands = tuple(tree_map(tracer.unwrap_proxy, list(rest)))
-    proxy = tracer.create_proxy("call_function", target, (body, *operands), kwargs, name=node.name)
+
+    def recorded(value: Any) -> Any:
+        if not isinstance(value, GraphModule):
+            return tracer.unwrap_proxy(value)
+        name = tracer.get_fresh_qualname("hop_body")
+        tracer.root.register_module(name, value)
+        return tracer.create_proxy("get_attr", name, (), {})
+
+    operands, named = tree_map(recorded, (tuple(args), dict(kwargs)))
+    proxy = tracer.create_proxy("call_function", target, operands, named, name=node.name)
     for key, value in node.meta.items():
         if key.startswith("_") or key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             proxy.node.meta[key] = value
@@ -154,11 +170,13 @@ def aot_module(
     example_inputs: Sequence[Any],
     compile_graph: Callable[[GraphModule, bool], Callable[..., Any]],
     *,
+    joint: Callable[[Graph], object],
     backward_now: bool = False,
 ) -> Callable[..., Any]:
     """AOTAutograd without Inductor; `compile_graph(graph_module, is_backward)` gets the forward and backward graph.
 
-    The backward graph usually comes at the first backward call; with `backward_now` it comes at once.
+    `joint` gets the graph of both before it is parted. The backward graph usually comes at the first backward call;
+    with `backward_now` it comes at once.
     """
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
@@ -170,6 +188,10 @@ def aot_module(
     def backward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return make_boxed_func(compile_graph(gm, True))
 
+    def partition(gm: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        joint(gm.graph)
+        return min_cut_rematerialization_partition(gm, *args, **kwargs)
+
     lazy = {"force_non_lazy_backward_lowering": True} if backward_now else {}
     with config.patch(lazy):
         return aot_module_simplified(
@@ -177,15 +199,22 @@ def aot_module(
             list(example_inputs),
             fw_compiler=forward,
             bw_compiler=backward,
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=partition,
         )
 
 
-def post_grad_pass_base() -> type:
+def graph_pass_base() -> type:
     """The base class that lets a graph pass take part in Inductor's cache key."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     return CustomGraphPass
+
+
+def inference_aware_pass_base() -> type:
+    """The same for a pass after autograd that is also told whether the graph is compiled for inference."""
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+
+    return CustomInferenceAwareGraphPass
 
 
 def configured(key: str) -> Any:
@@ -229,6 +258,12 @@ def subgraph_reason(module: GraphModule) -> str:
     where = f"{last.filename}:{last.lineno}" if last is not None else ""
     first = str(reason.reason).strip().splitlines()[0] if str(reason.reason).strip() else "graph break"
     return f"{first} at {where}" if where else first
+
+
+def is_cut_by_ddp(module: GraphModule) -> bool:
+    """Did Dynamo's optimizer for DistributedDataParallel end this graph, between two buckets of gradients?"""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return str(getattr(reason, "reason", "")).startswith("DDPOptimizer")
 
 
 def graph_break_errors() -> tuple[type[Exception], ...]:

@@ -20,20 +20,17 @@ from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - d
 __all__ = ["lower"]
 
 
-def _move_readers_behind(graph: Graph, chain: Chain, last: Node) -> None:
+def _move_readers_behind(chain: Chain, last: Node) -> None:
     """Nodes before `last` that depend on the chain, other than its stages, move behind it in their old order."""
     members = set(chain.nodes)
     dependent: set[Node] = set(members)
     moving: list[Node] = []
-    started = False
-    for node in graph.nodes:
-        if node in members:
-            started = True
-        elif started and any(source in dependent for source in node.all_input_nodes):
+    node = chain.nodes[0]  # the stages are in the graph's order: nothing before the first depends on any of them
+    while node is not last:
+        if node not in members and any(source in dependent for source in node.all_input_nodes):
             dependent.add(node)
             moving.append(node)
-        if node is last:
-            break
+        node = node.next
     at = last
     for node in moving:
         at.append(node)
@@ -43,7 +40,7 @@ def _move_readers_behind(graph: Graph, chain: Chain, last: Node) -> None:
 def _lower_chain(graph: Graph, chain: Chain, replaced: dict[Node, Node]) -> None:
     """Lower one chain; `replaced` maps results of chains lowered before to the nodes that now stand for them."""
     last = chain.nodes[-1]
-    _move_readers_behind(graph, chain, last)
+    _move_readers_behind(chain, last)
     operands = [replaced.get(operand, operand) for operand in chain.operands]
     with graph.inserting_before(last):
         call = insert(last, torch.ops.moepdl.chain.default, (operands, chain.program.to_text()))

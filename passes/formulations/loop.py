@@ -194,7 +194,9 @@ def _check_place(b: Bindings, pick: Pick) -> None:
         place = len(indices) == 1 and indices[0] is pick.token
         pick.rows = node.args[2]  # type: ignore[assignment]
         if place and not arg(node, "accumulate"):
-            _check_once(b, node)
+            if "once" not in b.roles:  # the same answer for every expert
+                _check_once(b, node)
+                b.bind(once=True)
             pick.rows = _increment(pick)
     require(place, f"expert {pick.expert} adds its rows at another place than its tokens", node)
 

@@ -30,7 +30,7 @@ def test_make_fx_decomposed_gives_what_inductor_lowers():
     assert torch.ops.aten.silu.default not in targets and targets
 
 
-def test_aot_module_hands_over_forward_and_backward():
+def test_aot_module_hands_over_the_joint_graph_then_forward_and_backward():
     phases = []
 
     def note(module, is_backward):
@@ -38,12 +38,14 @@ def test_aot_module_hands_over_forward_and_backward():
         return module
 
     def backend(module, inputs):
-        return torch_private.aot_module(module, inputs, note, backward_now=True)
+        return torch_private.aot_module(
+            module, inputs, note, joint=lambda graph: phases.append(len(graph.nodes)), backward_now=True
+        )
 
     x = torch.ones(2, requires_grad=True)
     out = torch.compile(lambda a: (a * a).sum(), backend=backend)(x)
     out.backward()
-    assert phases == [False, True] and torch.equal(x.grad, torch.full((2,), 2.0))
+    assert phases[0] > 3 and phases[1:] == [False, True] and torch.equal(x.grad, torch.full((2,), 2.0))
 
 
 def test_compile_fx_takes_patches_for_one_compile():
@@ -51,7 +53,7 @@ def test_compile_fx_takes_patches_for_one_compile():
 
     seen = []
 
-    class Pass(torch_private.post_grad_pass_base()):
+    class Pass(torch_private.graph_pass_base()):
         def __call__(self, graph):
             seen.append(len(graph.nodes))
 
@@ -68,6 +70,27 @@ def test_compile_fx_takes_patches_for_one_compile():
         (1, 2)
     )
     assert torch_private.passes_of(7) == (7,)
+
+
+def test_inference_aware_passes_are_graph_passes_too():
+    assert issubclass(torch_private.inference_aware_pass_base(), torch_private.graph_pass_base())
+
+
+def test_a_checkpoint_is_a_plain_region_and_cond_is_not():
+    assert torch_private.is_plain_region(torch.ops.higher_order.tag_activation_checkpoint)
+    assert not torch_private.is_plain_region(torch.ops.higher_order.cond)
+
+
+def test_a_graph_that_ddp_cut_is_known_by_its_reason():
+    import inspect
+
+    from torch._dynamo.backends import distributed
+
+    module = torch.fx.symbolic_trace(lambda x: x + 1)
+    assert not torch_private.is_cut_by_ddp(module)
+    assert '"DDPOptimizer intentional graph-break' in inspect.getsource(distributed.SubmodCompiler.compile_submod)
+    module.compile_subgraph_reason = torch._dynamo.output_graph.GraphCompileReason("DDPOptimizer intentional", [])
+    assert torch_private.is_cut_by_ddp(module)
 
 
 def test_mode_options_knows_inductors_modes():
