@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ __all__ = ["explain", "last_reports", "moepdl"]
 
 _NEEDS_FULLGRAPH = "sizes in this graph depend on data: compile with fullgraph=True, else Dynamo breaks it there"
 _REPORTS: deque[Report] = deque(maxlen=256)
+# What `explain` collects: the compiles of its own thread and call only, whatever other threads compile meanwhile.
+_collected: ContextVar[list[Report] | None] = ContextVar("collected", default=None)
 _warned_untested = False
 
 
@@ -47,6 +50,9 @@ def moepdl(
     _warn_untested()
     compilation = Compilation(settings)
     _REPORTS.append(compilation.report)
+    collected = _collected.get()
+    if collected is not None:
+        collected.append(compilation.report)
     raised = _raised(compilation, module, example_inputs)
     if settings.dryrun and torch_private.has_data_dependent_sizes(module):
         compilation.report.notes.append(_NEEDS_FULLGRAPH)
@@ -119,9 +125,13 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
 
 def _traced(compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Report]:
     """The reports that calling a compiled model makes."""
-    known = {id(report) for report in _REPORTS}
-    compiled(*args, **kwargs)
-    return [report for report in _REPORTS if id(report) not in known]
+    made: list[Report] = []
+    token = _collected.set(made)
+    try:
+        compiled(*args, **kwargs)
+    finally:
+        _collected.reset(token)
+    return made
 
 
 def _warn_untested() -> None:

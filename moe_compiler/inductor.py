@@ -1,8 +1,8 @@
 """The seam to Inductor: our phase after autograd as a pass that takes part in its cache key, and the stored report.
 
 Inductor calls one pass where users may put theirs; ours does its own work and then runs the user's passes, so nothing
-is overwritten. On a cache hit no pass runs, but the user is still told what the loaded code does: what the pass reported
-is stored beside Inductor's caches under a key made of the graph, its inputs, the options and our sources.
+is overwritten. On a cache hit no pass runs, but the user is still told what the loaded code does: what the pass
+reported is stored beside Inductor's caches under a key made of the graph, its inputs, the options and our sources.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from moe_compiler import torch_private
 from moe_compiler.device import describe
@@ -87,11 +87,13 @@ def _composed(place: str, run: Callable[[GraphModule], None], options: Options) 
     return MoepdlPass()
 
 
-def _input_text(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        sizes = (*map(str, value.shape), "/", *map(str, value.stride()))
-        return f"{value.dtype} {' '.join(sizes)} {value.device} {value.requires_grad}"
-    return type(value).__name__
+def _input_text(place: Node, value: Any) -> str:
+    """An input as Inductor keys it: sizes that may change by their symbols, not by what they are this time."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    shown = place.meta.get("val", value)
+    sizes = (*map(str, shown.shape), "/", *map(str, shown.stride()))
+    return f"{value.dtype} {' '.join(sizes)} {value.device} {value.requires_grad}"
 
 
 class ReportStore:
@@ -100,7 +102,8 @@ class ReportStore:
     def __init__(self, module: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
         digest = hashlib.sha256()
         digest.update(module.print_readable(print_output=False).encode())
-        digest.update("\n".join(map(_input_text, example_inputs)).encode())
+        places = module.graph.find_nodes(op="placeholder")
+        digest.update("\n".join(map(_input_text, places, example_inputs)).encode())
         digest.update(f"{options.cache_key()} {options.dump is not None}".encode())
         digest.update(source_hash().encode())
         digest.update(repr(torch.is_grad_enabled()).encode())

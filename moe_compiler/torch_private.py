@@ -26,9 +26,9 @@ __all__ = [
     "graph_break_errors",
     "graph_pass_base",
     "has_data_dependent_sizes",
+    "inference_aware_pass_base",
     "is_cut_by_ddp",
     "is_plain_region",
-    "inference_aware_pass_base",
     "make_fx_pre_dispatch",
     "mode_options",
     "passes_of",
@@ -178,6 +178,7 @@ def aot_module(
     `joint` gets the graph of both before it is parted. The backward graph usually comes at the first backward call;
     with `backward_now` it comes at once.
     """
+    from torch._dynamo.utils import counters
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -192,6 +193,8 @@ def aot_module(
         joint(gm.graph)
         return min_cut_rematerialization_partition(gm, *args, **kwargs)
 
+    # By this count Dynamo's optimizer for DistributedDataParallel sees that a part of the graph went to AOTAutograd.
+    counters["aot_autograd"]["total"] += 1
     lazy = {"force_non_lazy_backward_lowering": True} if backward_now else {}
     with config.patch(lazy):
         return aot_module_simplified(

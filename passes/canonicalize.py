@@ -2,7 +2,8 @@
 
 Only what leaves every value as it was: an in-place operator on memory that nobody else can see becomes the operator
 that returns a new tensor, and casts, reshapes and slices that change nothing disappear. An in-place operator on an
-input, on a view of one, or on anything still read under its old name afterwards stays as it is.
+input, on a view of one, or on anything still read under its old name afterwards stays as it is. What an exported
+program states about the dtype of a value has been checked by the capture, and goes.
 """
 
 from __future__ import annotations
@@ -117,11 +118,21 @@ def _drop_no_ops(graph: Graph) -> int:
     return changed
 
 
+def _drop_statements(graph: Graph) -> int:
+    """Drop what torch.export asserts about dtype, device and layout: the recorded values have just been held to it."""
+    changed = 0
+    for node in graph.find_nodes(op="call_function", target=_aten._assert_tensor_metadata.default):
+        if arg(node, "size") is None and arg(node, "stride") is None:
+            graph.erase_node(node)
+            changed += 1
+    return changed
+
+
 @graph_pass(level=Level.CAPTURED, numerics="exact")
 def canonicalize(graph: Graph, context: Context) -> int:
-    """Make private in-place operators functional and drop casts and reshapes that change nothing.
+    """Make private in-place operators functional; drop casts and reshapes that change nothing, and stated dtypes.
 
     before   p = topk(s); w = p.values.div_(sum(p.values)); w = w.to(float32); y = zeros.index_add_(0, t, v)
     after    p = topk(s); w = div(p.values, sum(p.values));                    y = index_add(zeros, 0, t, v)
     """
-    return _functionalize(graph) + _drop_no_ops(graph)
+    return _drop_statements(graph) + _functionalize(graph) + _drop_no_ops(graph)

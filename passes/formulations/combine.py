@@ -124,7 +124,7 @@ def match_inverse(node: Node, perm: Node) -> None:
     if is_op(node, "index_put", "index_put_"):
         base, indices, values = node.args[:3]
         require(
-            isinstance(base, Node) and is_op(base, "empty_like", "zeros_like", "new_empty", "empty", "zeros"),
+            isinstance(base, Node) and is_op(base, "empty_like", "zeros_like", "new_empty", "empty", "empty_permuted", "zeros"),
             "the inverse starts from other values",
             node,
         )

@@ -122,6 +122,10 @@ def _columns(nonzero: Node) -> list[Node | None]:
     for user in nonzero.users:
         if is_op(user, "select") and user.args[1] in (1, -1):
             columns[user.args[2]] = user  # type: ignore[call-overload]
+        elif is_op(user, "slice") and user.args[1] in (1, -1) and shape_of(user)[1] == 1:
+            for squeezed in user.users:
+                if is_op(squeezed, "squeeze") and len(shape_of(squeezed)) == 1 and user.args[2] in (0, 1):
+                    columns[user.args[2]] = squeezed  # type: ignore[call-overload]
     return columns
 
 

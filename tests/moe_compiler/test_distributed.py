@@ -73,7 +73,7 @@ def scenario(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 )
 def test_trained_as_without_and_every_block_matched(ranks, name, blocks):
     for found in scenario(ranks, name):
-        # A layer that is compiled again (for another size) is matched again.
+        # Equal layers share one compiled frame; one that is compiled again, for another size, is matched again.
         assert sum(found["matches"]) >= blocks and sum(found["matches"]) % blocks == 0, found
         assert {"forward", "backward"} <= set(found["directions"])
 
