@@ -161,14 +161,21 @@ def ddp_cut(rank: int) -> None:
 
 def ddp_cut_inductor(rank: int) -> None:
     """The cuts are behind the block, which is whole in its part of the graph; with Inductor."""
-    model = torch.nn.parallel.DistributedDataParallel(wide_pair(), bucket_cap_mb=1)
+    model = torch.nn.parallel.DistributedDataParallel(WidePair(), bucket_cap_mb=1)
     trained(torch.compile(model, backend=moepdl, dynamic=False), rank, wide_data, square_loss, 1)
-    same_parameters(model, trained_alone(wide_pair, wide_data, square_loss, 1), rtol=1e-4, atol=1e-5)
+    same_parameters(model, trained_alone(WidePair, wide_data, square_loss, 1), rtol=1e-4, atol=1e-5)
 
 
-def wide_pair() -> torch.nn.Module:
+class WidePair(torch.nn.Module):
     """Two linear layers fill DDP's first buckets; the block before them is smaller than a bucket."""
-    return torch.nn.Sequential(wide_block(width=32), torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = wide_block(width=32)
+        self.up, self.down = torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.block(x)))
 
 
 def ddp_uncut(rank: int) -> None:
