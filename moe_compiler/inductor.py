@@ -61,11 +61,12 @@ def joint_pass(options: Options) -> Any:
     return _composed(JOINT, lambda module: keep_choices(module.graph), options)
 
 
-def _composed(place: str, run: Callable[[GraphModule], None], options: Options) -> Any:
+def _composed(place: str, run: Callable[[GraphModule], object], options: Options) -> Any:
     theirs = torch_private.passes_of(options.inductor.get(place, torch_private.configured(place)))
-    base, aware = torch_private.graph_pass_base(), torch_private.inference_aware_pass_base()
+    base: Any = torch_private.graph_pass_base()
+    aware: Any = torch_private.inference_aware_pass_base()
 
-    class MoepdlPass(aware):  # type: ignore[misc, valid-type]
+    class MoepdlPass(aware):  # type: ignore[misc]
         """What moepdl does at this place, then the passes that the user had put here."""
 
         def __call__(self, graph: Graph, is_inference: bool = False) -> None:

@@ -26,6 +26,10 @@ from moe_compiler.passes.formulations.walk import (
 __all__ = ["match_inverse", "match_sum_over_k", "match_weigh", "match_weighted_sum", "next_step"]
 
 
+# Memory of the inverse's own; torch.export writes empty_like as empty_permuted.
+_FRESH = ("empty_like", "zeros_like", "new_empty", "empty", "empty_permuted", "zeros")
+
+
 def next_step(node: Node, what: str) -> Node:
     """The single operator that consumes `node`, seen through views and casts."""
     users = [user for user in users_through(node, view_or_cast) if user.op != "output"]
@@ -124,7 +128,7 @@ def match_inverse(node: Node, perm: Node) -> None:
     if is_op(node, "index_put", "index_put_"):
         base, indices, values = node.args[:3]
         require(
-            isinstance(base, Node) and is_op(base, "empty_like", "zeros_like", "new_empty", "empty", "empty_permuted", "zeros"),
+            isinstance(base, Node) and is_op(base, *_FRESH),
             "the inverse starts from other values",
             node,
         )
