@@ -85,16 +85,15 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
         if graph_pass.name in context.options.disable:
             continue
         graph = module.graph
+        started = time.perf_counter()
         before, operators, snapshot = interface(graph), _operators(graph), _snapshot(graph)
         original = copy_graph(module) if context.numeric is not None else None
-        started = time.perf_counter()
         try:
             rewrites = graph_pass(graph, context)
         except MoepdlError:
             raise
         except Exception as error:
             raise PassError(graph_pass.name, f"{type(error).__name__}: {error}") from error
-        seconds = time.perf_counter() - started
         changed = _differs(snapshot, graph)
         if changed != (rewrites > 0):
             raise PassError(
@@ -114,7 +113,7 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
                 level=graph_pass.level.name.lower(),
                 numerics=graph_pass.numerics,
                 rewrites=rewrites,
-                seconds=seconds,
+                seconds=time.perf_counter() - started,
                 delta={name: count for name, count in sorted(delta.items()) if count},
             )
         )

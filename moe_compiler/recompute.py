@@ -13,6 +13,7 @@ import operator
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from moe_compiler.aliasing import aliases_argument
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import is_moepdl, op_name
 
@@ -20,8 +21,8 @@ __all__ = ["keep_choices"]
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _BLOCKS = ("experts", "experts_saving")
-# What an operand may be behind of, and still be the same choice.
-_SAME_CHOICE = frozenset({"getitem", "view", "reshape", "_to_copy", "convert_element_type", "clone", "unsqueeze"})
+# What an operand may be behind of, besides views, and still be the same choice.
+_SAME_CHOICE = frozenset({"_to_copy", "convert_element_type", "clone"})
 
 
 def keep_choices(graph: Graph) -> int:
@@ -46,7 +47,7 @@ def _keep(node: Node) -> bool:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             kept = True
         source = node.args[0] if node.args else None
-        same = node.target is operator.getitem or op_name(node) in _SAME_CHOICE
+        same = node.target is operator.getitem or op_name(node) in _SAME_CHOICE or aliases_argument(node)
         if node.op != "call_function" or not same or not isinstance(source, Node):
             return kept
         node = source
