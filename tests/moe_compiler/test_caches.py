@@ -22,7 +22,7 @@ def compiled_once(block, options=None) -> Counter[str]:
     """Compile and run inference in a process that has forgotten everything but its caches -> cache hits and misses."""
     torch._dynamo.reset()
     counters.clear()
-    x = torch.randn(1, 70, 32)
+    x = torch.randn(1, 300, 32)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(block, backend=moepdl, options=options)(x), block(x))
     return Counter(
@@ -139,7 +139,7 @@ def test_the_users_own_passes_run_at_all_four_places(where, cold_cache):
 
     passes = {place: noting(place) for place in PLACES}
     block = qwen3_block()
-    x = torch.randn(1, 70, 32, requires_grad=True)
+    x = torch.randn(1, 300, 32, requires_grad=True)
     options = {"inductor": passes} if where == "options" else {}
     with config.patch(passes if where == "config" else {}):
         out = torch.compile(block, backend=moepdl, options=options)(x)

@@ -101,7 +101,7 @@ def test_the_users_own_inductor_pass_still_runs(where, cold_cache):
         seen.append(str(graph))
 
     block = qwen3_block()
-    x = torch.randn(1, 100, 32)
+    x = torch.randn(1, 300, 32)
     options = {"inductor": {"post_grad_custom_pre_pass": own}} if where == "options" else {}
     with torch.no_grad(), config.patch(post_grad_custom_pre_pass=own if where == "config" else None):
         torch.compile(block, backend="moepdl", options=options)(x)
@@ -114,7 +114,7 @@ from moe_compiler import last_reports
 from tests.moe_compiler.blocks import qwen3_block
 block = qwen3_block()
 torch.manual_seed(1)
-x = torch.randn(1, 100, 32)
+x = torch.randn(1, 300, 32)
 with torch.no_grad():
     out = torch.compile(block, backend="moepdl", options={"dump": sys.argv[1]})(x)
     torch.testing.assert_close(out, block(x))

@@ -70,9 +70,9 @@ def seconds(one: GraphModule, count: int) -> tuple[float, Report]:
 def assert_linear(one: GraphModule, counts: tuple[int, ...], *, matched: bool) -> None:
     taken = []
     for count in counts:
-        # The least of three: what the machine does beside it only adds.
+        # The least of several: what the machine does beside it only adds.
         best = None
-        for _ in range(3 if count < 64 else 1):
+        for _ in range(3 if count < 16 else 2 if count < 64 else 1):
             cost, report = seconds(one, count)
             best = cost if best is None else min(best, cost)
         assert len(report.matches) == (count if matched else 0)
@@ -98,6 +98,7 @@ def test_so_do_layers_that_do_not_match(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", UNROLLED)
 def test_up_to_64_layers_of_128_unrolled_experts(name):
     assert_linear(one_layer(name, 128), (16, 32, 64), matched=True)
