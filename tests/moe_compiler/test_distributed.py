@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240
+SECONDS = 600
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             workers.append(
                 subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT, env=environment, stdout=out, stderr=out)
             )
+    deadline = time.monotonic() + SECONDS
     try:
         for worker in workers:
-            worker.wait(timeout=SECONDS)
+            worker.wait(timeout=max(deadline - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        pass  # a scenario that was not reached fails below, by its name
     finally:
         for worker in workers:
             worker.kill()
@@ -63,8 +67,8 @@ def scenario(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        ("fsdp_whole", 2),
-        ("fsdp_around", 2),
+        ("fsdp_whole", 1),
+        ("fsdp_around", 1),
         ("fsdp_bfloat16", 1),
         ("ddp_whole", 2),
         ("ddp_inductor", 1),

@@ -68,6 +68,18 @@ def seconds(one: GraphModule, count: int) -> tuple[float, Report]:
 
 
 def assert_linear(one: GraphModule, counts: tuple[int, ...], *, matched: bool) -> None:
+    # A second measurement for a busy machine: what grows with the square of the layers fails both.
+    taken = measured(one, counts, matched=matched)
+    if not is_linear(taken):
+        taken = measured(one, counts, matched=matched)
+    assert is_linear(taken), f"layers {counts}: {taken} seconds"
+
+
+def is_linear(taken: list[float]) -> bool:
+    return max(after / before for before, after in itertools.pairwise(taken)) < LIMIT
+
+
+def measured(one: GraphModule, counts: tuple[int, ...], *, matched: bool) -> list[float]:
     taken = []
     for count in counts:
         # The least of several: what the machine does beside it only adds.
@@ -79,8 +91,7 @@ def assert_linear(one: GraphModule, counts: tuple[int, ...], *, matched: bool) -
         assert len(report.schedule) == len(report.matches)
         assert matched or sum(miss.count for miss in report.misses) == count
         taken.append(best)
-    ratios = [after / before for before, after in itertools.pairwise(taken)]
-    assert max(ratios) < LIMIT, f"layers {counts}: {taken} seconds"
+    return taken
 
 
 @pytest.mark.parametrize("name", UNROLLED)
