@@ -46,8 +46,9 @@ class Shape:
 
 
 SHAPES = {"qwen3": Shape(128, 8, 2048, 768), "mixtral": Shape(8, 2, 4096, 14336)}
-ROUTE = {"score": "softmax", "order": "before", "renormalize": True, "eps": 0.0, "scale": 1.0}
-ROUTE |= {"score_dtype": torch.float32}
+SCORE = {"score": "softmax", "order": "before", "renormalize": True, "clamp": False, "eps": 0.0, "scale": 1.0}
+SCORE |= {"score_dtype": torch.float32}
+ROUTE = {**SCORE, "groups": 1, "kept_groups": 1, "group_top": 1, "fill": "-inf"}
 FORWARD_FEW = ("route", "gate_up_few", "down_few")
 
 
@@ -115,7 +116,7 @@ class Problem:
         outs, ins, attrs = {
             "route": lambda: (
                 {"weights": d["weights"], "ids": d["ids"]},
-                {"logits": d["logits"]},
+                {"logits": d["logits"], "bias": None, "expert_scale": None},
                 {"k": s.k, "dtype": torch.bfloat16, **ROUTE},
             ),
             "order": lambda: (expert, ids, {"num_experts": s.experts}),
@@ -169,8 +170,8 @@ class Problem:
             ),
             "route_backward": lambda: (
                 {"grad_logits": d["grad_logits"]},
-                {"grad_weights": d["grad_weights"], "logits": d["logits"], **ids},
-                ROUTE,
+                {"grad_weights": d["grad_weights"], "logits": d["logits"], **ids, "expert_scale": None},
+                SCORE,
             ),
         }[name]()
         kernel("combine" if name == "grad_x" else name).launch(outs, ins, attrs, pdl=pdl, **options)

@@ -23,13 +23,14 @@ def named_arguments(node: Node) -> dict[str, Any]:
 def write_out(node: Node, reference: Callable[..., Any], tensors: Sequence[str]) -> None:
     """Replace `node` by what `reference` computes, in the ATen subset that Inductor lowers after autograd.
 
-    tensors: the arguments that are tensors, in the reference's order; the others are passed by name as constants.
+    tensors: the arguments that are tensors, or None when they are optional; the others are constants.
     """
     named = named_arguments(node)
+    tensors = [name for name in tensors if named[name] is not None]
     attributes = {name: value for name, value in named.items() if name not in tensors}
     operands = [named[name] for name in tensors]
     traced = torch_private.make_fx_decomposed(
-        lambda *values: reference(*values, **attributes),
+        lambda *values: reference(**dict(zip(tensors, values, strict=True)), **attributes),
         fake_mode_of_graph(node.graph),
         [operand.meta["val"] for operand in operands],
     )

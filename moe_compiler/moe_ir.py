@@ -124,7 +124,10 @@ class RouterSpec:
     """How scores become weights and ids: the attributes of `moepdl::route`.
 
     score: "softmax" | "sigmoid" | "none", computed in `score_dtype`; order: "before" or "after" the top-k;
-    renormalize: divide by (sum over the K + eps); then times `scale`, in `dtype`.
+    bias: is one added for the choice alone; groups of experts, of which the `kept_groups` with the largest sum of
+    their `group_top` best are chosen from, the others count as `fill` ("0" | "-inf"); one group is none;
+    renormalize: divide by (sum over the K + eps), or by max(sum, eps) if `clamp`; then times `scale`, times one number
+    an expert if `expert_scale`, in `dtype`.
     """
 
     k: int
@@ -135,25 +138,51 @@ class RouterSpec:
     scale: float
     score_dtype: torch.dtype
     dtype: torch.dtype
+    bias: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_top: int = 1
+    fill: str = "-inf"
+    clamp: bool = False
+    expert_scale: bool = False
 
     @property
     def rule(self) -> str:
-        """The name of the rule in the documentation's table of routers (R1-R4, R7), or a description."""
+        """The name of the rule in the documentation's table of routers (R1-R7, R11) and its steps."""
+        steps = [name for name, there in (("bias", self.bias), ("groups", self.groups > 1)) if there]
+        score = [] if self.score == "none" else [self.score]
+        steps = [*score, *steps, "top-k"] if self.order == "before" else [*steps, "top-k", *score]
+        steps += [
+            name
+            for name, there in (("renormalise", self.renormalize), ("per-expert scale", self.expert_scale))
+            if there
+        ]
+        return f"{self._number}{', '.join(steps)}"
+
+    @property
+    def _number(self) -> str:
+        if self.expert_scale:
+            return "R11 "
+        if self.groups > 1:
+            return "R5 "
+        if self.bias:
+            return "R6 "
         if self.score == "softmax" and self.order == "before":
-            return "R1/R2 softmax, top-k, renormalise" if self.renormalize else "R3 softmax, top-k"
-        if self.score == "softmax":
-            return "R4 top-k, softmax"
-        if self.score == "sigmoid" and self.order == "after":
-            return "R7 top-k, sigmoid"
-        return f"{self.score} {self.order} top-k"
+            return "R1/R2 " if self.renormalize else "R3 "
+        return {("softmax", "after"): "R4 ", ("sigmoid", "after"): "R7 "}.get((self.score, self.order), "")
 
     def args(self) -> tuple[Any, ...]:
-        """The operator's arguments after `logits`."""
+        """The operator's arguments after its tensors."""
         return (
             self.k,
             self.score,
             self.order,
+            self.groups,
+            self.kept_groups,
+            self.group_top,
+            self.fill,
             self.renormalize,
+            self.clamp,
             self.eps,
             self.scale,
             self.score_dtype,
@@ -183,7 +212,8 @@ class Match:
 
     x_TH, ids_TK, weights_TK: the operands; ids and weights may have more dimensions in front than T, which raising
     flattens. weights_TK is None where the source has only dense scores [T, E]: then `router` and `logits` are bound,
-    and the router makes the weights. gate, up, down: expert weights as nodes in the layouts of
+    and the router makes the weights. router_bias, router_scale: a router's optional operands, one number an expert;
+    router_inner: the nodes that the router replaces. gate, up, down: expert weights as nodes in the layouts of
     `moepdl::experts`; `transposed` names those lists whose nodes hold [.., in, out] and need a transposed view.
     output: the node whose value the block computes, [T, H]. inner: nodes that belong to the block alone.
     """
@@ -202,8 +232,11 @@ class Match:
     sizes: dict[str, sympy.Expr] = field(default_factory=dict)
     router: RouterSpec | None = None
     logits: Node | None = None
+    router_bias: Node | None = None
+    router_scale: Node | None = None
     router_weights: Node | None = None
     router_ids: Node | None = None
+    router_inner: frozenset[Node] = frozenset()
     router_miss: Miss | None = None
     inner: frozenset[Node] = frozenset()
 

@@ -149,7 +149,7 @@ def expand_stages(graph: Graph, context: Context) -> int:
         elif name == "experts_backward":
             _expand_experts_backward(node)
         elif name == "route_backward":
-            write_out(node, route_backward, ("grad_weights", "logits", "ids"))
+            write_out(node, route_backward, ("grad_weights", "logits", "ids", "expert_scale"))
         else:
             continue
         count += 1

@@ -24,7 +24,7 @@ from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import match_router
-from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, shape_of, strip_casts
+from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of, strip_casts
 from moe_compiler.report import MissRecord
 
 __all__ = ["find_moe"]
@@ -38,22 +38,6 @@ def _operands(match: Match) -> list[Node]:
 
 
 _MATMULS = ("_grouped_mm", "grouped_mm_fallback", "addmm", "addbmm", "baddbmm")
-# Only the shape, dtype and device of the argument are read.
-_READS_NO_VALUES = (
-    "zeros_like",
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "new_zeros",
-    "new_empty",
-    "new_full",
-    "new_ones",
-)
-
-
-def _read_by(node: Node) -> list[Node]:
-    """The nodes whose values a node reads."""
-    return [] if is_op(node, *_READS_NO_VALUES) else node.all_input_nodes
 
 
 def _inside(match: Match) -> frozenset[Node]:
@@ -72,7 +56,7 @@ def _inside(match: Match) -> frozenset[Node]:
         if node.op in ("placeholder", "get_attr"):
             raise Miss(f"the block also reads {node.name}, which no role explains", node)
         inside.add(node)
-        pending.extend(_read_by(node))
+        pending.extend(read_by(node))
     return frozenset(inside)
 
 
@@ -104,7 +88,7 @@ def _check_closed(match: Match, inside: frozenset[Node], order: dict[Node, int])
     """
     computed: set[Node] = set()
     for node in sorted(inside, key=order.__getitem__):
-        if not _is_matmul(node) and not any(source in computed for source in _read_by(node)):
+        if not _is_matmul(node) and not any(source in computed for source in read_by(node)):
             continue
         computed.add(node)
         if node is match.output:
@@ -175,12 +159,12 @@ def _check_rounding(match: Match, inside: frozenset[Node]) -> None:
         node = pending.pop()
         if node in inside and node not in ending and not _is_matmul(node) and not is_op(node, "mul"):
             ending.add(node)
-            pending.extend(_read_by(node))
+            pending.extend(read_by(node))
     for node in inside:
         after = _float(node)
         if after is None or contains(after, compute) or (node in ending and contains(after, result)):
             continue
-        for source in _read_by(node):
+        for source in read_by(node):
             before = _float(source)
             if before is not None and not contains(after, before):
                 raise Miss(f"{op_name(node)} rounds to {after} inside of a block that computes in {compute}", node)
@@ -249,17 +233,31 @@ def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object,
         return
     try:
         router = match_router(match.weights_TK, match.ids_TK, match.inner)
-        _check_region(router.inner, router.weights, region, "the router")
-        own = [*router.inner, router.weights, router.ids]
-        first, last = (pick(own, key=writes.order.__getitem__) for pick in (min, max))
-        writer = writes.between([*own, router.logits], first, last, own)
+        _check_router_region(router.inner, router.selection, region)
+        first, last = (pick(router.inner, key=writes.order.__getitem__) for pick in (min, max))
+        operands = [node for node in (router.logits, router.bias, router.expert_scale) if node is not None]
+        writer = writes.between([*router.inner, *operands], first, last, router.inner)
         if writer is not None:
             raise Miss(f"{writer.name} writes into memory of the router", writer)
+        late = next((node for node in operands if writes.order[node] > writes.order[router.selection]), None)
+        if late is not None:
+            raise Miss(f"{late.name}, which the router reads, is made after its choice", late)
     except Miss as miss:
         match.router_miss = miss
         return
     match.router, match.logits = router.spec, router.logits
+    match.router_bias, match.router_scale = router.bias, router.expert_scale
     match.router_weights, match.router_ids = router.weights, router.ids
+    match.router_inner = frozenset(router.inner)
+
+
+def _check_router_region(nodes: Iterable[Node], selection: Node, region: dict[Node, tuple[object, ...]]) -> None:
+    """Like `_check_region`; a cast computes the same under any autocast state, so only its grad mode counts."""
+    casts = [node for node in nodes if is_cast(node)]
+    _check_region([node for node in nodes if node not in casts], selection, region, "the router")
+    for node in casts:
+        if region[node][1] != region[selection][1]:
+            raise Miss("the router spans two autocast or grad-mode regions", node)
 
 
 def _sizes(match: Match) -> None:
@@ -273,6 +271,18 @@ def _sizes(match: Match) -> None:
         "H": hidden,
         "I": down[-2] if "down" in match.transposed else down[-1],
     }
+
+
+def _choosing(ids: Node) -> frozenset[Node]:
+    """What the ids of a block are computed by, up to matmuls: a top-k over groups of experts is no block of its own."""
+    found: set[Node] = set()
+    pending = [ids]
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op == "call_function" and not is_op(node, "linear") and not _is_matmul(node):
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return frozenset(found)
 
 
 def _candidate(anchor: Node) -> Node:
@@ -336,7 +346,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                     _bind_router(result.match, writes, region)
                     _sizes(result.match)
                     context.matches.append(result.match)
-                    claimed |= inside
+                    claimed |= inside | result.match.router_inner | _choosing(result.match.ids_TK)
                     failed.pop(candidate, None)
                     claimed.add(candidate)
                     continue

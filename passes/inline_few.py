@@ -146,7 +146,7 @@ def inline_few(graph: Graph, context: Context) -> int:
         named = named_arguments(node)
         if _is_few(node, named):
             _inline(node, named)
-            write_out(named["ids"].args[0], route, ("logits",))
+            write_out(named["ids"].args[0], route, ("logits", "bias", "expert_scale"))
             count += 1
     if count:
         context.report.notes.append(f"{count} of the CPU's blocks of few pairs written out as products for Inductor")

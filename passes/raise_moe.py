@@ -59,18 +59,30 @@ class _Raising:
         self.replaced[old] = new
 
     def router(self, match: Match) -> tuple[Node, Node]:
-        """Insert moepdl::route behind the top-k, which replaces weights and ids -> (weights, ids)."""
+        """Insert moepdl::route behind the selection, which replaces weights and ids -> (weights, ids)."""
         assert match.router is not None and match.logits is not None
         old_ids = match.router_ids if match.router_ids is not None else match.ids_TK
         place = old_ids.args[0] if op_name(old_ids) == "getitem" else old_ids
         assert isinstance(place, Node)
+        operands = [self.now(match.logits)]
+        for operand in (match.router_bias, match.router_scale):
+            if operand is not None and len(operand.meta["val"].shape) != 1:
+                with self.graph.inserting_after(place):
+                    place = insert(place, _aten.reshape.default, (self.now(operand), [-1]))
+                operands.append(place)
+            else:
+                operands.append(operand if operand is None else self.now(operand))
         with self.graph.inserting_after(place):
-            route = insert(place, torch.ops.moepdl.route.default, (self.now(match.logits), *match.router.args()))
+            route = insert(place, torch.ops.moepdl.route.default, (*operands, *match.router.args()))
         with self.graph.inserting_after(route):
             weights = insert(place, operator.getitem, (route, 0))
         with self.graph.inserting_after(weights):
             ids = insert(place, operator.getitem, (route, 1))
-        self.replace(old_ids, ids)
+        if old_ids.meta["val"].dim() == 2:
+            self.replace(old_ids, ids)
+        else:
+            with self.graph.inserting_after(ids):
+                self.replace(old_ids, insert(place, _aten.squeeze.dim, (ids, 1)))
         if match.router_weights is not None:
             self.replace(match.router_weights, weights)
         return weights, ids
@@ -163,9 +175,14 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
             "score_dtype": str(match.router.score_dtype).removeprefix("torch."),
             "order": match.router.order,
             "renormalize": match.router.renormalize,
+            "clamp": match.router.clamp,
             "eps": match.router.eps,
             "scale": match.router.scale,
+            "bias": match.router.bias,
+            "expert_scale": match.router.expert_scale,
         }
+        if match.router.groups > 1:
+            attributes |= {name: getattr(match.router, name) for name in ("groups", "kept_groups", "group_top", "fill")}
     stack = match.output.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return MatchRecord(
@@ -210,7 +227,7 @@ def raise_moe(graph: Graph, context: Context) -> int:
         context.report.matches.append(_describe(match, why))
         if not why:
             raising.block(match)
-            inner |= match.inner
+            inner |= match.inner | match.router_inner
             count += 1
     if count:
         _drop_inside(graph, inner)

@@ -87,11 +87,28 @@ def _table(*kernels: Kernel) -> dict[str, Kernel]:
 
 
 _KERNELS = _table(
-    # (logits [T,E]) -> weights [T,k], ids [T,k] int64
-    #   attrs: k, score, order, renormalize, eps, scale, score_dtype, dtype
-    Kernel("route", "route", Traits(reads=("logits",), writes=("weights", "ids"))),
-    # -> grad_logits [T,E];  attrs: score, order, renormalize, eps, scale, score_dtype
-    Kernel("route_backward", "route", Traits(reads=("grad_weights", "logits", "ids"), writes=("grad_logits",))),
+    # (logits [T,E], bias [E], expert_scale [E]) -> weights [T,k], ids [T,k] int64
+    #   attrs: k, score, order, groups, kept_groups, group_top, fill, renormalize, clamp, eps, scale, score_dtype, dtype
+    Kernel(
+        "route",
+        "route",
+        Traits(
+            reads=("logits", "bias", "expert_scale"),
+            writes=("weights", "ids"),
+            optional_reads=("bias", "expert_scale"),
+        ),
+    ),
+    # -> grad_logits [T,E], grad_expert_scale [E];  attrs: score, order, renormalize, clamp, eps, scale, score_dtype
+    Kernel(
+        "route_backward",
+        "route",
+        Traits(
+            reads=("grad_weights", "logits", "ids", "expert_scale"),
+            writes=("grad_logits", "grad_expert_scale"),
+            optional_reads=("expert_scale",),
+            optional_writes=("grad_expert_scale",),
+        ),
+    ),
     # ids [T,k] -> perm int32 [S], starts int32 [E+1];  attrs: num_experts.  One program: few pairs.
     Kernel("order", "order", Traits(reads=("ids",), writes=("perm", "starts"))),
     # ids -> counts int32 [ceil(S / ORDER_BLOCK), E], the pairs of each block of each expert;  attrs: num_experts

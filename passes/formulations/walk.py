@@ -29,6 +29,7 @@ __all__ = [
     "matrix_behind",
     "only_user",
     "producer",
+    "read_by",
     "require",
     "same_shape",
     "same_size",
@@ -49,6 +50,7 @@ __all__ = [
 # Operators that keep the row-major order of the elements.
 VIEWS = frozenset(
     {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "clone", "alias"}
+    | {"view_as", "reshape_as"}
 )
 CASTS = frozenset({"to", "_to_copy", "type_as"})
 # Called twice they give two values: random numbers, and memory that nobody has written yet.
@@ -67,6 +69,18 @@ _NEW_VALUES = (
     "randperm",
     "normal",
 )
+# Only the shape, dtype and device of the argument are read, or of the arguments but the first.
+_READS_NO_VALUES = (
+    "zeros_like",
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "new_zeros",
+    "new_empty",
+    "new_full",
+    "new_ones",
+)
+_READS_THE_FIRST = ("type_as", "view_as", "reshape_as", "expand_as")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -273,6 +287,13 @@ def producer(node: object, reason: str) -> Node:
     if not isinstance(node, Node):
         raise Miss(reason)
     return node
+
+
+def read_by(node: Node) -> list[Node]:
+    """The nodes whose values a node reads; of others it takes the shape, dtype or device alone."""
+    if is_op(node, *_READS_NO_VALUES):
+        return []
+    return [node.args[0]] if is_op(node, *_READS_THE_FIRST) else node.all_input_nodes  # type: ignore[list-item]
 
 
 def live_users(node: Node) -> list[Node]:

@@ -13,7 +13,8 @@ from moe_compiler.report import Report
 from moe_compiler.runtime_kernels import register  # noqa: F401 - defines the operators
 
 E, K, H, I = 8, 2, 32, 16
-ROUTE = (K, "softmax", "before", True, 0.0, 1.0, torch.float32, torch.bfloat16)
+# Neither bias, nor a scale for each expert, nor groups.
+ROUTE = (None, None, K, "softmax", "before", 1, 1, 1, "-inf", True, False, 0.0, 1.0, torch.float32, torch.bfloat16)
 EXPERTS = ("silu", True, "output", torch.bfloat16)
 
 

@@ -18,7 +18,8 @@ def block(activation="silu", gated=True, weight_at="output", dtype=torch.float32
     rows = 2 * I if gated and not separate else I
 
     def function(x, logits, *weights):
-        w, ids = torch.ops.moepdl.route(logits, K, "softmax", "before", True, 0.0, 1.0, torch.float32, dtype)
+        arguments = (K, "softmax", "before", 1, 1, 1, "-inf", True, False, 0.0, 1.0, torch.float32, dtype)
+        w, ids = torch.ops.moepdl.route(logits, None, None, *arguments)
         if columns:
             weights = [weight.mT for weight in weights]
         up = [weights[1]] if separate else []

@@ -91,8 +91,8 @@ RULES: dict[str, tuple[Router, str]] = {
     "after": (softmax_after, "R4 top-k, softmax"),
     "after_gather": (softmax_after_gather, "R4 top-k, softmax"),
     "sigmoid_after": (sigmoid_after, "R7 top-k, sigmoid"),
-    "sigmoid_before": (sigmoid_before, "sigmoid before top-k"),
-    "raw": (raw, "none before top-k"),
+    "sigmoid_before": (sigmoid_before, "sigmoid, top-k, renormalise"),
+    "raw": (raw, "top-k"),
 }
 
 
@@ -109,7 +109,11 @@ def test_the_attributes_of_a_router_are_those_of_the_source():
         routed(softmax_renormalized_with_eps), ["canonicalize", "find_moe", "raise_moe"], torch.randn(5, H)
     )
     (route,) = after.graph.find_nodes(op="call_function", target=torch.ops.moepdl.route.default)
-    assert route.args[1:] == (K, "softmax", "before", True, 1e-20, 2.5, torch.float32, torch.float32)
+    assert route.args[1:4] == (None, None, K)
+    assert route.args[4:] == (
+        *("softmax", "before", 1, 1, 1, "-inf", True, False),
+        *(1e-20, 2.5, torch.float32, torch.float32),
+    )
     assert not after.graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default)
     (match,) = report.matches
     assert {name: match.attributes[name] for name in ("renormalize", "eps", "scale")} == {
@@ -127,32 +131,10 @@ def test_a_rounding_of_the_scores_before_the_choice_is_kept():
 
     after, _ = run_passes(routed(narrowed), ["canonicalize", "find_moe", "raise_moe"], torch.randn(5, H))
     (route,) = after.graph.find_nodes(op="call_function", target=torch.ops.moepdl.route.default)
-    assert route.args[0].meta["val"].dtype == torch.bfloat16 and route.args[2] == "none"
+    assert route.args[0].meta["val"].dtype == torch.bfloat16 and route.args[4] == "none"
 
 
 # Rules that are not raised
-
-
-def biased(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """R5/R6: a bias for the choice alone."""
-    scores = torch.sigmoid(logits.float())
-    ids = torch.topk(scores + b.bias, K, dim=-1, sorted=False)[1]
-    weights = scores.gather(1, ids)
-    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, ids
-
-
-def grouped(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Two groups of experts, of which the better one may be chosen from."""
-    scores = torch.sigmoid(logits)
-    best = scores.view(-1, 2, E // 2).sum(-1).topk(1, dim=-1).indices
-    mask = torch.zeros(logits.shape[0], 2).scatter(1, best, 1.0).unsqueeze(-1).expand(-1, -1, E // 2)
-    ids = scores.masked_fill(mask.reshape(-1, E) == 0, float("-inf")).topk(K, dim=-1).indices
-    return scores.gather(1, ids), ids
-
-
-def clamped(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
-    weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)
-    return weights / weights.sum(-1, keepdim=True).clamp(min=0.5), ids
 
 
 def normalized_by_length(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,11 +148,6 @@ def over_tokens(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def smallest(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.topk(torch.softmax(logits, dim=-1), K, dim=-1, largest=False)
-
-
-def per_expert_scale(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
-    weights, ids = torch.topk(torch.softmax(logits, dim=-1), K, dim=-1)
-    return weights * b.bias[ids], ids
 
 
 def by_sorting(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,13 +168,9 @@ def divided_by_another(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 STAYS: dict[str, tuple[Router, str]] = {
-    "biased": (biased, "other scores than they are weighted with"),
-    "grouped": (grouped, "other scores than they are weighted with"),
-    "clamped": (clamped, "something else than their own sum"),
     "normalized_by_length": (normalized_by_length, "something else than their own sum"),
     "over_tokens": (over_tokens, "softmax over another dimension"),
     "smallest": (smallest, "top-k takes the smallest"),
-    "per_expert_scale": (per_expert_scale, "not from the top-k's scores"),
     "by_sorting": (by_sorting, "do not come from a top-k"),
     "by_table": (by_table, "do not come from a top-k"),
     "divided_by_another": (divided_by_another, "something else than their own sum"),

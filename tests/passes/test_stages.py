@@ -60,7 +60,8 @@ def test_the_router_backward_becomes_plain_operators():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def function(grad, logits, ids):
-        return torch.ops.moepdl.route_backward(grad, logits, ids, "softmax", "before", True, 0.0, 1.0, torch.float32)
+        arguments = ("softmax", "before", True, False, 0.0, 1.0, torch.float32)
+        return torch.ops.moepdl.route_backward(grad, logits, ids, None, *arguments)[0]
 
     with FakeTensorMode():
         module = make_fx(function)(torch.empty(4, K), torch.empty(4, E), torch.empty(4, K, dtype=torch.int64))

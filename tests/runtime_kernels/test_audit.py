@@ -24,7 +24,8 @@ from moe_compiler.runtime_kernels.registry import kernel, names  # noqa: E402
 
 TOKENS, K, EXPERTS, HIDDEN, INNER = 64, 2, 4, 128, 64
 PAIRS = TOKENS * K
-ROUTE = {"score": "softmax", "order": "before", "renormalize": True, "eps": 0.0, "scale": 1.0}
+ROUTE = {"score": "sigmoid", "order": "before", "renormalize": True, "clamp": False, "eps": 0.0, "scale": 1.0}
+ROUTE |= {"groups": 2, "kept_groups": 1, "group_top": 2, "fill": "-inf"}
 DEVICE_KERNELS = tuple(name for name in names() if kernel(name).traits.min_arch is not None)
 # Large tiles take other paths of the compiler: weights through tensor descriptors, the matrix on the wide side.
 TILES = {
@@ -53,6 +54,9 @@ def _record(
         "y": torch.zeros(TOKENS, HIDDEN, **value),
         "logits": torch.zeros(TOKENS, EXPERTS),
         "grad_logits": torch.zeros(TOKENS, EXPERTS),
+        "bias": torch.zeros(EXPERTS),
+        "expert_scale": torch.zeros(EXPERTS),
+        "grad_expert_scale": torch.zeros(EXPERTS),
         "weights": torch.zeros(TOKENS, K, **value),
         "grad_weights": torch.zeros(TOKENS, K),
         "ids": torch.zeros(TOKENS, K, dtype=torch.int64),

@@ -226,7 +226,8 @@ def test_compiled_with_dynamic_tokens(make_block, layout):
         return aot_autograd(fw_compiler=count, bw_compiler=count)(graph, examples)
 
     def model(x, logits, gate, up, down):
-        weights, ids = ops.route(logits, 2, "softmax", "before", True, 1e-20, 1.0, torch.float32, x.dtype)
+        route = (2, "softmax", "before", 1, 1, 1, "-inf", True, False, 1e-20, 1.0, torch.float32, x.dtype)
+        weights, ids = ops.route(logits, None, None, *route)
         return ops.experts(x, ids, weights, gate, up, down, "silu", True, "output", x.dtype)
 
     compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
