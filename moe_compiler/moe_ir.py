@@ -213,8 +213,9 @@ class Match:
     x_TH, ids_TK, weights_TK: the operands; ids and weights may have more dimensions in front than T, which raising
     flattens. weights_TK is None where the source has only dense scores [T, E]: then `router` and `logits` are bound,
     and the router makes the weights. router_bias, router_scale: a router's optional operands, one number an expert;
-    router_inner: the nodes that the router replaces. gate, up, down: expert weights as nodes in the layouts of
-    `moepdl::experts`; `transposed` names those lists whose nodes hold [.., in, out] and need a transposed view.
+    router_place: the node behind which it is inserted; router_inner: the nodes that it replaces. gate, up, down:
+    expert weights as nodes in the layouts of `moepdl::experts`; `transposed` names those lists whose nodes hold
+    [.., in, out] and need a transposed view.
     output: the node whose value the block computes, [T, H]. inner: nodes that belong to the block alone.
     """
 
@@ -236,6 +237,7 @@ class Match:
     router_scale: Node | None = None
     router_weights: Node | None = None
     router_ids: Node | None = None
+    router_place: Node | None = None
     router_inner: frozenset[Node] = frozenset()
     router_miss: Miss | None = None
     inner: frozenset[Node] = frozenset()

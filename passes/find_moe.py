@@ -23,7 +23,7 @@ from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.registry import FORMULATIONS
-from moe_compiler.passes.formulations.router import match_router
+from moe_compiler.passes.formulations.router import Router, match_router
 from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of, strip_casts
 from moe_compiler.report import MissRecord
 
@@ -105,7 +105,9 @@ def _check_closed(match: Match, inside: frozenset[Node], order: dict[Node, int])
 def _regions(graph: Graph) -> dict[Node, tuple[object, ...]]:
     """For each node the autocast regions it stands in and the grad mode in force, as an opaque comparable value."""
     autocast: list[Node] = []
-    grad: object = None
+    # What the first change of the grad mode changes: the mode in which the graph is entered.
+    first = next((node for node in graph.nodes if op_name(node) == "_set_grad_enabled"), None)
+    grad: object = None if first is None else not first.args[0]
     region: dict[Node, tuple[object, ...]] = {}
     for node in graph.nodes:
         name = op_name(node) if node.op == "call_function" else ""
@@ -233,13 +235,13 @@ def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object,
         return
     try:
         router = match_router(match.weights_TK, match.ids_TK, match.inner)
-        _check_router_region(router.inner, router.selection, region)
+        match.router_place = _router_place(router, region, writes.order)
         first, last = (pick(router.inner, key=writes.order.__getitem__) for pick in (min, max))
         operands = [node for node in (router.logits, router.bias, router.expert_scale) if node is not None]
         writer = writes.between([*router.inner, *operands], first, last, router.inner)
         if writer is not None:
             raise Miss(f"{writer.name} writes into memory of the router", writer)
-        late = next((node for node in operands if writes.order[node] > writes.order[router.selection]), None)
+        late = next((node for node in operands if writes.order[node] > writes.order[match.router_place]), None)
         if late is not None:
             raise Miss(f"{late.name}, which the router reads, is made after its choice", late)
     except Miss as miss:
@@ -251,13 +253,26 @@ def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object,
     match.router_inner = frozenset(router.inner)
 
 
-def _check_router_region(nodes: Iterable[Node], selection: Node, region: dict[Node, tuple[object, ...]]) -> None:
-    """Like `_check_region`; a cast computes the same under any autocast state, so only its grad mode counts."""
-    casts = [node for node in nodes if is_cast(node)]
-    _check_region([node for node in nodes if node not in casts], selection, region, "the router")
-    for node in casts:
-        if region[node][1] != region[selection][1]:
+def _router_place(router: Router, region: dict[Node, tuple[object, ...]], order: dict[Node, int]) -> Node:
+    """The node behind which the raised router stands: its selection, or the end of a region that has the choice alone.
+
+    A cast computes the same under any autocast state, so only its grad mode counts; what is chosen by alone has no
+    gradient, so its grad mode does not.
+    """
+    last = max((node for node in router.values if not is_cast(node)), key=order.__getitem__, default=router.selection)
+    home = autocast, grad = region[last]
+    for node in router.inner:
+        here = region[node]
+        strays = (not is_cast(node) and here[0] != autocast) or (node in router.values and here[1] != grad)
+        if strays and (node is router.selection or _float(node) is not None):
             raise Miss("the router spans two autocast or grad-mode regions", node)
+    if region[router.selection] == home:
+        return router.selection
+    place = next(n for n in order if order[n] > order[router.selection] and region[n] == home)
+    early = [user for user in router.ids.users if order[user] < order[place] and user not in router.inner]
+    if early:
+        raise Miss(f"{early[0].name} reads the ids inside of the grad-mode region of the choice", early[0])
+    return place
 
 
 def _sizes(match: Match) -> None:

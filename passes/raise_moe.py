@@ -59,30 +59,31 @@ class _Raising:
         self.replaced[old] = new
 
     def router(self, match: Match) -> tuple[Node, Node]:
-        """Insert moepdl::route behind the selection, which replaces weights and ids -> (weights, ids)."""
+        """Insert moepdl::route, which replaces weights and ids, behind their selection -> (weights, ids)."""
         assert match.router is not None and match.logits is not None
         old_ids = match.router_ids if match.router_ids is not None else match.ids_TK
-        place = old_ids.args[0] if op_name(old_ids) == "getitem" else old_ids
-        assert isinstance(place, Node)
+        chosen = old_ids.args[0] if op_name(old_ids) == "getitem" else old_ids
+        assert isinstance(chosen, Node)
+        place = match.router_place or chosen
         operands = [self.now(match.logits)]
         for operand in (match.router_bias, match.router_scale):
             if operand is not None and len(operand.meta["val"].shape) != 1:
                 with self.graph.inserting_after(place):
-                    place = insert(place, _aten.reshape.default, (self.now(operand), [-1]))
+                    place = insert(chosen, _aten.reshape.default, (self.now(operand), [-1]))
                 operands.append(place)
             else:
                 operands.append(operand if operand is None else self.now(operand))
         with self.graph.inserting_after(place):
-            route = insert(place, torch.ops.moepdl.route.default, (*operands, *match.router.args()))
+            route = insert(chosen, torch.ops.moepdl.route.default, (*operands, *match.router.args()))
         with self.graph.inserting_after(route):
-            weights = insert(place, operator.getitem, (route, 0))
+            weights = insert(chosen, operator.getitem, (route, 0))
         with self.graph.inserting_after(weights):
-            ids = insert(place, operator.getitem, (route, 1))
+            ids = insert(chosen, operator.getitem, (route, 1))
         if old_ids.meta["val"].dim() == 2:
             self.replace(old_ids, ids)
         else:
             with self.graph.inserting_after(ids):
-                self.replace(old_ids, insert(place, _aten.squeeze.dim, (ids, 1)))
+                self.replace(old_ids, insert(chosen, _aten.squeeze.dim, (ids, 1)))
         if match.router_weights is not None:
             self.replace(match.router_weights, weights)
         return weights, ids

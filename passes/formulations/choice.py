@@ -306,8 +306,7 @@ def _group_top(node: Node, scores: Node, sizes: tuple[sympy.Expr, sympy.Expr, sy
         source = node.args[0] if is_op(node, "sum") else None
         topk = item_of(source, 0, "topk") if isinstance(source, Node) else None
         if topk is None:
-            what = op_name(node) if topk is None and not isinstance(source, Node) else f"sum of {op_name(source)}"  # type: ignore[arg-type]
-            raise Miss(f"the groups are scored by {what}, not by their best experts", node, STAYS)
+            raise Miss(f"the groups are scored by {op_name(node)}, not by their best experts", node, STAYS)
         assert isinstance(source, Node)
         dims = arg(node, "dim")
         dims = [dims] if isinstance(dims, int) else list(dims or [])

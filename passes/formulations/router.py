@@ -57,7 +57,8 @@ class Router:
     """A recognised router: its operands, its rule, and the nodes whose values it replaces.
 
     bias, expert_scale: optional operands, one number an expert; inner: every node between the operands and the
-    weights and ids; selection: the top-k or argmax among them.
+    weights and ids; values: those of them through which gradients flow, so without what is chosen by alone;
+    selection: the top-k or argmax.
     """
 
     spec: RouterSpec
@@ -68,6 +69,7 @@ class Router:
     ids: Node
     selection: Node
     inner: tuple[Node, ...]
+    values: tuple[Node, ...]
 
 
 @dataclass
@@ -356,7 +358,7 @@ def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = Non
         logits = choice.scores if taken[1] else taken[0]
         chosen_dtype = dtype_of(logits)
     _check_operands(weights, selection, logits, choice, w, chosen_dtype)
-    raw = w.scale != 1.0 and score == "none"
+    raw = w.scale != 1.0 and score == "none" and choice.bias is None and choice.groups == 1
     require(not raw, "raw scores are scaled, without softmax or sigmoid", weights, STAYS)
     operands = [operand for operand in (logits, choice.bias, w.expert_scale) if operand is not None]
     inner = _between([weights, selection.ids], operands)
@@ -380,7 +382,17 @@ def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = Non
         clamp=w.clamp,
         expert_scale=w.expert_scale is not None,
     )
-    return Router(spec, logits, choice.bias, w.expert_scale, weights, selection.ids, selection.node, tuple(inner))
+    return Router(
+        spec=spec,
+        logits=logits,
+        bias=choice.bias,
+        expert_scale=w.expert_scale,
+        weights=weights,
+        ids=selection.ids,
+        selection=selection.node,
+        inner=tuple(inner),
+        values=tuple(_between([weights], [*operands, selection.ids])),
+    )
 
 
 def _check_operands(

@@ -67,6 +67,31 @@ def deepseek_v3_zero(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     return deepseek_v3(b, logits, 0.0)
 
 
+@torch.no_grad()
+def _chosen_without_gradients(b: Block, scores: Tensor) -> Tensor:
+    choice = scores.view(-1, E) + b.bias.unsqueeze(0)
+    group_scores = choice.view(-1, G, SIZE).topk(2, dim=-1)[0].sum(dim=-1)
+    return torch.topk(choice.masked_fill(~kept_experts(group_scores).bool(), 0.0), k=K, dim=-1, sorted=False)[1]
+
+
+def deepseek_v3_no_grad(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers 4: the choice stands in a region without gradients, the weights do not."""
+    scores = logits.float().sigmoid()
+    ids = _chosen_without_gradients(b, scores)
+    weights = scores.gather(1, ids)
+    weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+    return weights * 2.5, ids
+
+
+def deepseek_v4(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """A score that the operator does not know stays outside; what is done with it is raised."""
+    scores = F.softplus(logits.float()).sqrt()
+    ids = torch.topk(scores + b.bias, K, dim=-1, sorted=False).indices
+    weights = scores.gather(1, ids)
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * 2.5, ids
+
+
 def deepseek_v2(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     """group_limited_greedy: groups by their best, the weights are the masked scores' own."""
     scores = logits.softmax(dim=-1, dtype=torch.float32)
@@ -237,6 +262,8 @@ ROUTERS: dict[str, tuple[Router, str, dict[str, object]]] = {
         {"groups": G, "kept_groups": KEPT, "group_top": 2, "fill": "-inf", "eps": 1e-20, "scale": 2.5},
     ),
     "deepseek_v3_zero": (deepseek_v3_zero, "R5 sigmoid, bias, groups, top-k, renormalise", {"fill": "0"}),
+    "deepseek_v3_no_grad": (deepseek_v3_no_grad, "R5 sigmoid, bias, groups, top-k, renormalise", {"fill": "0"}),
+    "deepseek_v4": (deepseek_v4, "R6 bias, top-k, renormalise", {"score": "none", "scale": 2.5}),
     "deepseek_v2": (deepseek_v2, "R5 softmax, groups, top-k", {"group_top": 1, "fill": "-inf", "scale": 16.0}),
     "mistral4": (mistral4, "R5 softmax, groups, top-k, renormalise", {"group_top": 2, "fill": "0"}),
     "torchtitan": (torchtitan, "R5 sigmoid, bias, groups, top-k, renormalise", {"fill": "-inf", "scale": 1.5}),
