@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.registry import kernel
+from moe_compiler.runtime_kernels.route.reference import _limited
 from moe_compiler.runtime_kernels.weights import WeightLayoutError
 
 pytestmark = pytest.mark.gpu
@@ -259,13 +260,16 @@ def test_orders(shape: tuple[int, int], experts: int) -> None:
 
 
 ROUTES = [
-    {"score": "softmax", "order": "before", "renormalize": True, "eps": 0.0, "scale": 1.0},
-    {"score": "softmax", "order": "before", "renormalize": False, "eps": 0.0, "scale": 1.0},
-    {"score": "softmax", "order": "after", "renormalize": False, "eps": 0.0, "scale": 2.5},
-    {"score": "sigmoid", "order": "before", "renormalize": True, "eps": 1e-20, "scale": 2.827},
-    {"score": "sigmoid", "order": "after", "renormalize": False, "eps": 0.0, "scale": 1.0},
-    {"score": "none", "order": "before", "renormalize": False, "eps": 0.0, "scale": 1.0},
+    {"score": "softmax", "order": "before", "renormalize": True, "clamp": False, "eps": 0.0, "scale": 1.0},
+    {"score": "softmax", "order": "before", "renormalize": False, "clamp": False, "eps": 0.0, "scale": 1.0},
+    {"score": "softmax", "order": "after", "renormalize": False, "clamp": False, "eps": 0.0, "scale": 2.5},
+    {"score": "sigmoid", "order": "before", "renormalize": True, "clamp": False, "eps": 1e-20, "scale": 2.827},
+    {"score": "sigmoid", "order": "after", "renormalize": False, "clamp": False, "eps": 0.0, "scale": 1.0},
+    {"score": "none", "order": "before", "renormalize": False, "clamp": False, "eps": 0.0, "scale": 1.0},
 ]
+# The choice is by the scores themselves.
+NO_GROUPS = {"groups": 1, "kept_groups": 1, "group_top": 1, "fill": "-inf"}
+NO_OPERANDS = {"bias": None, "expert_scale": None}
 
 
 @pytest.mark.parametrize("attrs", ROUTES, ids=lambda a: f"{a['score']}-{a['order']}-{a['renormalize']}")
@@ -286,11 +290,12 @@ def test_route(attrs: dict[str, Any], experts: int, k: int) -> None:
             if score_dtype is not torch.float32 and attrs["order"] == "before" and attrs["score"] != "none":
                 continue  # rounded scores tie: see test_route_ties
             full = {**attrs, "score_dtype": score_dtype}
-            want = kernel("route").reference(logits.cpu(), k, **full, dtype=dtype)
+            choice = {"k": k, **full, **NO_GROUPS, "dtype": dtype}
+            want = kernel("route").reference(logits.cpu(), **NO_OPERANDS, **choice)
             outs = {"weights": weights, "ids": want[1].cuda()}
-            _compare_route(run, outs, logits, {"k": k, **full, "dtype": dtype}, want)
+            _compare_route(run, outs, logits, choice, want)
             grad = torch.randn(tokens, k, dtype=dtype, device="cuda")
-            ins = {"grad_weights": grad, "logits": logits, "ids": want[1].cuda()}
+            ins = {"grad_weights": grad, "logits": logits, "ids": want[1].cuda(), "expert_scale": None}
             run("route_backward", {"grad_logits": logits}, ins, full)
 
 
@@ -300,7 +305,7 @@ def _compare_route(
     results = []
     for pdl in (False, True):
         outs = {key: _poisoned(value) for key, value in like.items()}
-        kernel("route").launch(outs, {"logits": logits}, attrs, pdl=pdl)
+        kernel("route").launch(outs, {"logits": logits, **NO_OPERANDS}, attrs, pdl=pdl)
         results.append(outs)
     for key in like:
         assert torch.equal(results[0][key], results[1][key]), f"{run.where} route.{key}: PDL changes the result"
@@ -310,13 +315,82 @@ def _compare_route(
     assert error < TOLERANCE[torch.bfloat16], f"{run.where}: weights differ by {error:.3g}"
 
 
+# (experts, k, groups, kept_groups, group_top, fill): groups of powers of two and of others, of one, and none.
+CHOICES = [
+    (256, 8, 8, 4, 2, "-inf"),
+    (160, 6, 8, 3, 1, "0"),
+    (12, 3, 4, 2, 2, "0"),
+    (60, 4, 5, 2, 3, "-inf"),
+    (9, 3, 9, 4, 1, "-inf"),
+    (6, 6, 2, 1, 1, "-inf"),
+    (512, 16, 1, 1, 1, "-inf"),
+    (7, 7, 1, 1, 1, "0"),
+]
+
+
+@pytest.mark.parametrize("operands", [(True, False), (False, True), (True, True)], ids=["bias", "scale", "both"])
+@pytest.mark.parametrize(
+    "attrs", [*ROUTES, {**ROUTES[3], "clamp": True, "eps": 2.0}], ids=lambda a: "-".join(map(str, a.values()))
+)
+@pytest.mark.parametrize("case", CHOICES, ids=lambda c: "-".join(map(str, c)))
+def test_route_with_bias_groups_and_scale(
+    case: tuple[Any, ...], attrs: dict[str, Any], operands: tuple[bool, bool]
+) -> None:
+    """The chosen entries are the reference's up to the rounding of a score, and so are weights and gradients."""
+    torch.manual_seed(0)
+    experts, k, groups, kept_groups, group_top, fill = case
+    for tokens, dtype, other in (
+        (1, torch.float32, torch.float32),
+        (17, torch.bfloat16, torch.float32),
+        (600, torch.float32, torch.bfloat16),
+    ):
+        logits = torch.randn(tokens, experts).to(dtype)
+        numbers = torch.stack(
+            [torch.linspace(-1.5, 0.5, experts)[torch.randperm(experts)], torch.rand(experts) + 0.5], 1
+        )
+        bias, scale = (n.to(other) if there else None for n, there in zip(numbers.unbind(1), operands, strict=True))
+        full = {**attrs, "score_dtype": torch.float32}
+        limits = {"groups": groups, "kept_groups": kept_groups, "group_top": group_top, "fill": fill}
+        choice = {"k": k, **full, **limits, "dtype": torch.float32}
+        want = kernel("route").reference(logits, bias, scale, **choice)
+        results = []
+        for pdl in (False, True):
+            outs = {"weights": _poisoned(want[0].cuda()), "ids": _poisoned(want[1].cuda())}
+            # Operands with a stride of their own.
+            device = {"bias": _strided(bias), "expert_scale": _strided(scale)}
+            kernel("route").launch(outs, {"logits": logits.cuda(), **device}, choice, pdl=pdl)
+            results.append({key: value.cpu() for key, value in outs.items()})
+        assert all(torch.equal(results[0][key], results[1][key]) for key in results[0]), "PDL changes the result"
+        weights, ids = results[0]["weights"], results[0]["ids"]
+        assert ((ids >= 0) & (ids < experts)).all() and (ids.sort(1).values.diff(dim=1) > 0).all()
+        scored = kernel("route").reference(
+            logits, None, None, **{**choice, **NO_GROUPS, "k": experts, "renormalize": False, "scale": 1.0}
+        )
+        scores = torch.empty(tokens, experts).scatter(1, scored[1], scored[0]) if attrs["order"] == "before" else logits
+        by = scores if bias is None else scores + bias
+        if groups > 1:
+            by = _limited(by, **limits)
+        torch.testing.assert_close(by.gather(1, ids), by.gather(1, want[1]), rtol=1e-5, atol=1e-6)
+        same = (ids == want[1]).all(1)
+        assert same.float().mean() > 0.9 or fill == "0" or kept_groups * (experts // groups) < k
+        torch.testing.assert_close(weights[same], want[0][same], rtol=1e-4, atol=1e-5)
+        grad = torch.randn(tokens, k).cuda()
+        ins = {"grad_weights": grad, "logits": logits.cuda(), "ids": want[1].cuda(), "expert_scale": _strided(scale)}
+        like = {"grad_logits": logits.cuda()} | ({"grad_expert_scale": scale.cuda()} if scale is not None else {})
+        Runner(f"T={tokens} {dtype}", torch.bfloat16)("route_backward", like, ins, full)
+
+
+def _strided(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else torch.stack([numbers, numbers], 1).cuda()[:, 0]
+
+
 def _route(logits: Tensor, k: int, **changes: Any) -> tuple[Tensor, Tensor]:
-    attrs = {**ROUTES[0], "score_dtype": torch.float32, "dtype": torch.float32, **changes}
+    attrs = {**ROUTES[0], **NO_GROUPS, "score_dtype": torch.float32, "dtype": torch.float32, **changes}
     outs = {
         "weights": torch.empty(logits.shape[0], k, dtype=attrs["dtype"], device="cuda"),
         "ids": torch.empty(logits.shape[0], k, dtype=torch.int64, device="cuda"),
     }
-    kernel("route").launch(outs, {"logits": logits}, {"k": k, **attrs}, pdl=True)
+    kernel("route").launch(outs, {"logits": logits, **NO_OPERANDS}, {"k": k, **attrs}, pdl=True)
     torch.cuda.synchronize()
     return outs["weights"], outs["ids"]
 
@@ -425,8 +499,9 @@ def test_chain_in_a_graph(layout: str, tokens: int) -> None:
     y = torch.empty_like(x)
 
     def chain(pdl: bool) -> None:
-        attrs = {"k": 2, **ROUTES[0], "score_dtype": torch.float32, "dtype": torch.float32}
-        kernel("route").launch({"weights": weights, "ids": ids}, {"logits": logits}, attrs, pdl=pdl)
+        attrs = {"k": 2, **ROUTES[0], **NO_GROUPS, "score_dtype": torch.float32, "dtype": torch.float32}
+        route = {"logits": logits, **NO_OPERANDS}
+        kernel("route").launch({"weights": weights, "ids": ids}, route, attrs, pdl=pdl)
         expert = {"perm": perm, "starts": starts}
         kernel("order").launch(expert, {"ids": ids}, {"num_experts": 8}, pdl=pdl)
         ins = {"x": x, "weights": None, **expert, "gate": gate, "up": up}

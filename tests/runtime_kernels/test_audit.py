@@ -100,6 +100,41 @@ def _audit(start: Start) -> AuditResult:
     return audit(compile_offline(start))
 
 
+# Without groups, groups that are no power of two, the largest router; each with bias and scale and without.
+ROUTERS = [
+    (128, {}),
+    (60, {"groups": 5, "kept_groups": 2}),
+    (512, {"score": "softmax", "order": "after", "clamp": True}),
+]
+
+
+@pytest.mark.parametrize("operands", [False, True], ids=["plain", "bias and scale"])
+@pytest.mark.parametrize(("experts", "changes"), ROUTERS, ids=["128", "60", "512"])
+def test_every_router_waits_first(experts: int, changes: dict[str, Any], operands: bool) -> None:
+    attrs = {
+        **ROUTE,
+        "groups": 1,
+        "group_top": 1,
+        "k": 8,
+        "score_dtype": torch.float32,
+        "dtype": torch.bfloat16,
+        **changes,
+    }
+    numbers = torch.zeros(experts) if operands else None
+    logits, ids = torch.zeros(TOKENS, experts), torch.zeros(TOKENS, 8, dtype=torch.int64)
+    weights = torch.zeros(TOKENS, 8, dtype=torch.bfloat16)
+    with recording() as starts:
+        ins = {"logits": logits, "bias": numbers, "expert_scale": numbers}
+        kernel("route").launch({"weights": weights, "ids": ids}, ins, attrs, pdl=True)
+        ins = {"grad_weights": weights, "logits": logits, "ids": ids, "expert_scale": numbers}
+        outs = {"grad_logits": logits} | ({"grad_expert_scale": torch.zeros(experts)} if operands else {})
+        kernel("route_backward").launch(outs, ins, attrs, pdl=True)
+    assert len(starts) == 2
+    for start in starts:
+        result = _audit(start)
+        assert result.ok and result.waits == 1, f"{result.kernel}: {result.problems}"
+
+
 @pytest.mark.parametrize("name", DEVICE_KERNELS)
 def test_every_kernel_waits_first(name: str) -> None:
     for start in _record(name, pdl=True):
