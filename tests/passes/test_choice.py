@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_compiler.backend import moepdl
 from moe_compiler.testing import run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.router_models import (
@@ -28,6 +29,7 @@ from tests.passes.router_models import (
     gemma4,
     kept_experts,
     minimax_m2,
+    scaled_and_biased,
     torchtitan,
 )
 
@@ -53,6 +55,14 @@ def test_any_number_of_tokens(router):
     for tokens in (37, 2, 1, 0):
         report = raised_agrees(module, torch.randn(tokens, H), compiled=compiled)
         assert report.matches[0].router.startswith("R")
+
+
+@pytest.mark.slow
+def test_through_inductor():
+    module = Block(scaled_and_biased)
+    compiled = torch.compile(module, backend=moepdl, fullgraph=True)
+    report = raised_agrees(module, torch.randn(7, H), compiled=compiled)
+    assert report.matches[0].router == "R11 sigmoid, bias, top-k, renormalise, per-expert scale"
 
 
 def test_scores_that_are_filled_in_place_without_a_bias_are_raised_without_the_write():

@@ -59,6 +59,24 @@ def test_the_products_are_the_operator(form, dtype):
     torch.testing.assert_close(module(*inputs), function(*inputs), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("operands", [(True, True), (True, False), (False, True)], ids=["both", "bias", "scale"])
+def test_a_router_with_bias_groups_and_scale_is_written_out_too(operands):
+    shapes = [(5, H), (5, E), (E,), (E,), (E, 2 * I, H), (E, H, I)]
+
+    def function(x, logits, bias, scale, gate_up, down):
+        arguments = (K, "sigmoid", "before", 4, 2, 2, "0", True, True, 0.9, 2.0, torch.float32, torch.float32)
+        bias, scale = (value if there else None for value, there in zip((bias, scale), operands, strict=True))
+        w, ids = torch.ops.moepdl.route(logits, bias, scale, *arguments)
+        return torch.ops.moepdl.experts(x, ids, w, [gate_up], [], [down], "silu", True, "output", torch.float32)
+
+    with FakeTensorMode():
+        module = make_fx(function)(*[torch.empty(shape) for shape in shapes])
+    assert run_passes(module, (inline_few,), context()) == 1
+    assert calls(module) == []
+    inputs = [torch.randn(shape) for shape in shapes]
+    torch.testing.assert_close(module(*inputs), function(*inputs), rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_left_to_chains():
     many = forward_graph(tokens=FEW_CACHED_PAIRS // K + 1, device="cpu")
     assert run_passes(many, (inline_few,), context()) == 0

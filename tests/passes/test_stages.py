@@ -73,6 +73,51 @@ def test_the_router_backward_becomes_plain_operators():
     torch.testing.assert_close(module(grad.float(), logits.detach().float(), ids), expected.float())
 
 
+def test_the_router_backward_with_a_scale_for_each_expert_becomes_plain_operators():
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def function(grad, logits, ids, scale):
+        arguments = ("sigmoid", "before", True, True, 0.7, 1.5, torch.float32)
+        return torch.ops.moepdl.route_backward(grad, logits, ids, scale, *arguments)
+
+    with FakeTensorMode():
+        shapes = torch.empty(9, K), torch.empty(9, E), torch.empty(9, K, dtype=torch.int64), torch.empty(E)
+        module = make_fx(function)(*shapes)
+    assert run_passes(module, (expand_stages,), context("backward")) == 1
+    assert calls(module) == []
+    grad, (logits, scale) = (
+        torch.randn(9, K),
+        (torch.randn(9, E, requires_grad=True), torch.rand(E, requires_grad=True)),
+    )
+    values, ids = torch.sigmoid(logits).topk(K)
+    weights = values / values.sum(-1, keepdim=True).clamp(min=0.7) * 1.5 * scale[ids]
+    expected = torch.autograd.grad(weights, [logits, scale], grad)
+    torch.testing.assert_close(module(grad, logits.detach(), ids, scale.detach()), expected)
+
+
+def test_a_router_with_a_bias_and_a_scale_is_part_of_the_chain(hopper):
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from tests.moe_compiler.graphs import EXPERTS, ROUTE
+
+    def block(x, logits, bias, scale, gate_up, down):
+        weights, ids = torch.ops.moepdl.route(logits, bias, scale, *ROUTE[2:])
+        return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], *EXPERTS)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+        vectors = [torch.empty(E, device="cuda") for _ in range(2)]
+        matrices = torch.empty(E, 2 * I, H, **bf16), torch.empty(E, H, I, **bf16)
+        module = make_fx(block)(torch.empty(9, H, **bf16), torch.empty(9, E, **bf16), *vectors, *matrices)
+    run_phase(module, "graph", context())
+    assert calls(module) == ["chain"]
+    for variant in program(module).variants:
+        assert variant.launches[0].ins == {"logits": "logits", "bias": "bias", "expert_scale": "expert_scale"}
+    assert dict(program(module).inputs).keys() >= {"logits", "bias", "expert_scale"}
+
+
 def test_on_a_gpu_a_forward_block_is_one_chain_with_variants_by_tokens(hopper):
     module, ctx = forward_graph(), context()
     run_phase(module, "graph", ctx)
