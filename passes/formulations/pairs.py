@@ -95,6 +95,11 @@ def match_choice(index: Node) -> Node:
     """The [T, K] choice of experts that `index` flattens (any rank above two is seen as [T, K] too)."""
     node = strip_ids(index)
     shape = shape_of(node)
+    if len(shape) == 1:
+        # An argmax [T], seen as one expert a token on the way.
+        column = matrix_behind(index, (*shape, sympy.Integer(1)), lambda n: view_or_cast(n) or is_index_cast(n))
+        if column is not None:
+            return column
     require(len(shape) >= 2, "the ids are not a [T, K] choice of experts", index)
     require(shape[-1].is_Integer, "the number of experts a token is not a constant", node)
     found = pairs_matrix(index, elements_of(shape[:-1]), int(shape[-1]), lambda n: view_or_cast(n) or is_index_cast(n))

@@ -241,6 +241,18 @@ def maximum(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(values), ids
 
 
+def argmax_of_a_row(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Tutorials' top-1: [T] ids and weights, made columns afterwards."""
+    scores = F.softmax(logits, dim=-1, dtype=torch.float32)
+    ids = torch.argmax(scores, dim=-1)
+    return scores.gather(-1, ids.unsqueeze(-1)), ids.unsqueeze(-1)
+
+
+def max_of_a_row(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.max(logits.float().sigmoid() + 0.0 * b.bias, dim=-1)
+    return weights.unsqueeze(1), ids[:, None]
+
+
 def all_experts(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     scores = logits.float().sigmoid()
     ids = torch.topk(scores + b.bias, E)[1]
@@ -287,6 +299,8 @@ ROUTERS: dict[str, tuple[Router, str, dict[str, object]]] = {
         {"expert_scale": True, "bias": True},
     ),
     "argmax": (argmax, "R3 softmax, top-k", {}),
+    "argmax_of_a_row": (argmax_of_a_row, "R3 softmax, top-k", {}),
+    "max_of_a_row": (max_of_a_row, "top-k", {}),
     "maximum": (maximum, "R7 top-k, sigmoid", {}),
     "all_experts": (all_experts, "R6 sigmoid, bias, top-k, renormalise", {"clamp": True, "eps": 1.0}),
     "divided": (divided, "R4 top-k, softmax", {"scale": 0.25}),
