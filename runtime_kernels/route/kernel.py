@@ -126,9 +126,13 @@ def route_kernel(
     wait(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     slot = tl.arange(0, GROUPS_POW2 * SIZE_POW2)
-    real = (slot // SIZE_POW2 < GROUPS) & (slot % SIZE_POW2 < SIZE)
-    # Slots that no expert has get a number that no expert has.
-    e = tl.where(real, slot // SIZE_POW2 * SIZE + slot % SIZE_POW2, GROUPS_POW2 * SIZE_POW2)
+    if GROUPS == 1 or SIZE == SIZE_POW2:  # neighbours in memory, seen as such by the compiler
+        real = slot < GROUPS * SIZE
+        e = slot
+    else:
+        real = (slot // SIZE_POW2 < GROUPS) & (slot % SIZE_POW2 < SIZE)
+        # Slots that no expert has get a number that no expert has.
+        e = tl.where(real, slot // SIZE_POW2 * SIZE + slot % SIZE_POW2, GROUPS_POW2 * SIZE_POW2)
     at = t.to(tl.int64)[:, None] * ROW + e[None, :] * COLUMN
     scores = tl.load(logits + at, mask=(t < T)[:, None] & real[None, :], other=0.0)
     if bias is not None:
