@@ -16,9 +16,9 @@ from torch.fx import Graph, Node
 from moe_compiler import device
 from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
-from moe_compiler.moe_ir import Level, Match, op_name, size_expr, user_line
+from moe_compiler.moe_ir import Level, Match, Miss, op_name, size_expr, user_line
 from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
-from moe_compiler.report import MatchRecord
+from moe_compiler.report import MatchRecord, split_where
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 
 __all__ = ["raise_moe"]
@@ -190,12 +190,18 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
         block=_module_path(path) or match.output.name,
         formulation=match.formulation,
         router=match.router.rule if match.router is not None else None,
-        router_why="" if match.router is not None else match.router_miss.reason if match.router_miss else "",
+        router_why=_why_not_router(match.router_miss) if match.router is None and match.router_miss else "",
         where=user_line(match.anchor),
         sizes={name: str(size) for name, size in match.sizes.items()},
         attributes=attributes,
         left_alone=left_alone,
     )
+
+
+def _why_not_router(miss: Miss) -> str:
+    """The reason, and the user's line at which the reading of the router stopped."""
+    where, code = split_where(user_line(miss.node))
+    return f"{miss.reason}, at {where}  {code}".rstrip() if where else miss.reason
 
 
 def _uneven(match: Match) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_compiler.backend import moepdl
+from moe_compiler.backend import last_reports, moepdl
 from moe_compiler.testing import run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.router_models import (
@@ -157,6 +157,27 @@ def test_scores_with_further_users_stay_beside_the_router():
         x = torch.randn(19, H)
         assert raised_agrees(module, x).matches[0].router == "R6 sigmoid, bias, top-k, renormalise"
         assert torch.equal(compile_eager(module)(x)[-1], module(x)[-1])
+
+
+def test_a_recomputed_choice_is_the_same():
+    """Equal scores everywhere: under activation checkpointing the recomputed router picks what the first one picked."""
+
+    class Recomputed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    plain, recomputed = Block(deepseek_v3), Recomputed(deepseek_v3)
+    with torch.no_grad():
+        plain.router.zero_()
+        plain.bias.zero_()
+    recomputed.load_state_dict(plain.state_dict())
+    x = torch.randn(19, H)
+    results = []
+    for module in (plain, recomputed):
+        y = compile_eager(module)(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [module.router, module.gate_up, module.down])])
+        assert last_reports()[-1].matches[0].router == "R5 sigmoid, bias, groups, top-k, renormalise"
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_a_detached_score_is_not_differentiated():
@@ -325,7 +346,9 @@ def test_what_is_near_to_a_rule_stays_for_a_reason(name):
     _, report = run_passes(module, CAPTURE, x)
     (match,) = report.matches
     assert match.formulation == "batched_mm" and match.router is None
-    assert words in match.router_why
+    reason, _, where = match.router_why.partition(", at ")
+    assert words in reason and "router_models.py:" not in reason
+    assert "test_choice.py:" in where or "router_models.py:" in where
     assert report.misses == []
     with torch.no_grad():
         torch.testing.assert_close(compile_eager(module)(x), module(x))
