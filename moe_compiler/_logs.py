@@ -86,7 +86,7 @@ def _emit(report: Report) -> None:
     from moe_compiler.torch_private import trace_artifact
     from moe_compiler.viz.timeline import schedule_text
 
-    something = report.matches or report.misses or report.errors or report.notes
+    something = report.matches or report.misses or report.fragments or report.errors or report.notes
     log().log(logging.INFO if something else logging.DEBUG, "%s", report)
 
     found = artifact("moepdl_match")

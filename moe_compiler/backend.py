@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from moe_compiler import _logs, device, torch_private
+from moe_compiler import _logs, device, fragments, torch_private
 from moe_compiler.compilation import Compilation
 from moe_compiler.errors import MatchRequired, MoepdlError
 from moe_compiler.options import Options, resolve
 from moe_compiler.pipeline import known_names
 from moe_compiler.recompute import keep_choices
-from moe_compiler.report import Report
+from moe_compiler.report import FragmentRecord, Report
 
 __all__ = ["explain", "last_reports", "moepdl"]
 
@@ -97,41 +97,60 @@ def _analyse(compilation: Compilation, raised: GraphModule, example_inputs: Sequ
 
 
 def last_reports() -> list[Report]:
-    """The reports of this process's compiles, oldest first, one a compiled graph; the newest 256 are kept."""
+    """The reports of this process's compiles, oldest first, one a compiled graph; the newest 256 are kept.
+
+    Frames that Dynamo gave up since the last call, so that no graph of them reached a backend, have a report too.
+    """
+    seen = {report.frame for report in _REPORTS}
+    for frame, record in fragments.WATCH.unseen(seen).items():
+        _REPORTS.append(_without_graph(frame, [record]))
     return list(_REPORTS)
+
+
+def _without_graph(frame: str, records: list[FragmentRecord]) -> Report:
+    return Report(frame=frame, status="unchanged", environment=device.describe(), fragments=records)
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """What compiling `model` and calling it with these arguments would do, as one Report.
 
     The model is traced by the backend itself, in a dry run: what is executed is the model's own eager operators, once.
-    It is traced as one graph (`fullgraph=True`); where that fails, frame by frame, and a note says what broke it.
-    The reports of several frames are merged into one, each named by its compile id.
+    It is traced as one graph (`fullgraph=True`); where that fails, frame by frame, and the report's fragments say what
+    broke it, at which line, and what helps. The reports of several frames are merged into one, each named by its
+    compile id. What was compiled of the model's own frame before is compiled again at its next call.
     """
     dry = {**(options or {}), "dryrun": True, "remainder": "eager"}
-    try:
-        made = _traced(torch.compile(model, backend=moepdl, options=dry, fullgraph=True), args, kwargs)
-        broken = ""
-    except torch_private.graph_break_errors() as error:
-        broken = str(error).strip().splitlines()[0]
-        made = _traced(torch.compile(model, backend=moepdl, options=dry), args, kwargs)
-    report = Report.merge(made) if made else Report(frame="none", status="unchanged", environment=device.describe())
-    if broken:
-        report.notes.append(f"the model does not make one graph: {broken}")
+    obstacle: FragmentRecord | None = None
+    pieces: list[FragmentRecord] = []
+    # A frame that Dynamo gave up in an earlier compile would not be looked at again.
+    torch_private.forget_compiled(model.forward if isinstance(model, torch.nn.Module) else model)
+    with fragments.WATCH.paused():
+        try:
+            made = _traced(torch.compile(model, backend=moepdl, options=dry, fullgraph=True), args, kwargs)
+        except torch_private.graph_break_errors() as error:
+            obstacle = fragments.fragment_of_error(error)
+            own = fragments.Watch()
+            own.unseen(())
+            made = _traced(torch.compile(model, backend=moepdl, options=dry), args, kwargs)
+            pieces = list(own.unseen({report.frame for report in made}).values())
+    report = Report.merge(made) if made else _without_graph("none", [])
+    report.fragments += pieces
+    if obstacle is not None:
+        report.notes.append(f"the model does not make one graph: {fragments.sentence(obstacle)}; try {obstacle.remedy}")
     if not made:
         report.notes.append("Dynamo handed no graph to the backend")
     return report
 
 
 def _traced(compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Report]:
-    """The reports that calling a compiled model makes."""
+    """The reports that calling a compiled model makes, the last one of each frame: Dynamo may trace a frame again."""
     made: list[Report] = []
     token = _collected.set(made)
     try:
         compiled(*args, **kwargs)
     finally:
         _collected.reset(token)
-    return made
+    return list({report.frame: report for report in made}.values())
 
 
 def _warn_untested() -> None:

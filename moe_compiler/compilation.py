@@ -17,6 +17,7 @@ from moe_compiler import _logs, device, torch_private
 from moe_compiler.capture import capture, nested_bodies, unsearched
 from moe_compiler.dump import write_dump
 from moe_compiler.errors import CaptureError, KernelError, MatchRequired, MoepdlError
+from moe_compiler.fragments import fragment_of_graph
 from moe_compiler.graph_pass import Context
 from moe_compiler.graph_text import render_repro
 from moe_compiler.inductor import JOINT, POST_GRAD, ReportStore, is_backward, joint_pass, post_grad_pass
@@ -32,12 +33,8 @@ __all__ = ["Compilation"]
 
 _WITHOUT_KERNELS = 'options={"on_error": "fallback"} runs the graph without our kernels; please report the text above'
 _ONE_GRAPH = (
-    "torch.compile(..., fullgraph=True) makes it one graph, or says what stands in the way "
-    '(transformers: model.set_experts_implementation("grouped_mm"))'
-)
-_CUT_BY_DDP = (
-    "torch._dynamo.config.optimize_ddp = False keeps the graph whole, and a larger bucket_cap_mb of "
-    "DistributedDataParallel cuts it less often"
+    "torch.compile(..., fullgraph=True) makes it one graph, or says what stands in the way; "
+    "moe_compiler.prepare(model) replaces loops over experts that can never be one"
 )
 _PHASE_FIELDS = ("passes", "schedule", "dags", "graphs")
 
@@ -75,11 +72,12 @@ class Compilation:
 
         Raises MatchRequired when fewer blocks matched than options["require_match"] asks for.
         """
-        reason, remedy = torch_private.subgraph_reason(module), _ONE_GRAPH
-        if torch_private.is_cut_by_ddp(module):
-            reason, remedy = "DistributedDataParallel cuts it where a bucket of gradients is full", _CUT_BY_DDP
-        if reason:
-            self.report.notes.append(f"this graph is a fragment of its frame: {reason}; {remedy}")
+        broken = fragment_of_graph(module)
+        if broken is not None:
+            self.report.fragments.append(broken)
+            cut = torch_private.is_cut_by_ddp(module)
+            told = f"{broken.reason}; {broken.remedy}" if cut else "a block that it holds only a part of is none"
+            self.report.notes.append(f"this graph is a fragment of its frame: {told}")
         raised: GraphModule | None = None
         try:
             captured = capture(module, example_inputs)
@@ -93,7 +91,11 @@ class Compilation:
             raise MatchRequired(
                 f'{found} MoE blocks matched where options["require_match"] asks for {needed}',
                 why=str(self.report),
-                try_=remedy if reason else 'options={"require_match": False} compiles whatever is there',
+                try_='options={"require_match": False} compiles whatever is there'
+                if broken is None
+                else broken.remedy
+                if torch_private.is_cut_by_ddp(module)
+                else _ONE_GRAPH,
             )
         return raised
 

@@ -101,6 +101,24 @@ class MissRecord:
 
 
 @dataclass(frozen=True)
+class FragmentRecord:
+    """A place where Dynamo ended a graph early, or gave a frame up.
+
+    reason:   what broke it; `where` is the user's line, `file:line: code`
+    remedy:   what helps
+    function: the Python function whose frame it was, when it is known
+    compiled: is there a graph up to this place; False for a frame that runs in eager and never reached a backend
+    """
+
+    reason: str
+    where: str = ""
+    remedy: str = ""
+    function: str = ""
+    compiled: bool = True
+    count: int = 1
+
+
+@dataclass(frozen=True)
 class PassRecord:
     """One run of one pass. `delta` maps operator names to how many more (or fewer) of them the graph holds
     afterwards.
@@ -226,6 +244,7 @@ class Report:
     environment:    versions, device, capability: text or numbers by name
     pdl_off:        why no launch is programmatic; empty when PDL is in use or there is no chain
     schedule:       the chains, forward first
+    fragments:      where Dynamo broke the frame: what is in pieces is no block, and counts as none
     notes:          what else the user should know, one sentence each ("overlap off: no all-to-all in this graph")
     errors:         text of errors that `on_error="fallback"` turned into an unchanged graph
     phases_pending: phases that have not run yet: the backward graph is compiled at the first backward call
@@ -240,6 +259,7 @@ class Report:
     environment: dict[str, Any] = field(default_factory=dict)
     matches: list[MatchRecord] = field(default_factory=list)
     misses: list[MissRecord] = field(default_factory=list)
+    fragments: list[FragmentRecord] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     schedule: list[ChainRecord] = field(default_factory=list)
     dags: list[DagRecord] = field(default_factory=list)
@@ -292,6 +312,10 @@ class Report:
         folded = _fold(self.misses, ignore="node")
         return sorted(folded, key=lambda miss: -miss.steps_passed / max(miss.steps_total, 1))
 
+    def folded_fragments(self) -> list[FragmentRecord]:
+        """The graph breaks, equal layers folded."""
+        return _fold(self.fragments, ignore="function")
+
     def folded_schedule(self) -> list[ChainRecord]:
         """The chains, equal layers folded."""
         return _fold(self.schedule, ignore="name")
@@ -305,6 +329,8 @@ class Report:
             parts.append(f"{alone} left alone")
         if missed:
             parts.append(f"{plural(missed, 'candidate')} missed")
+        if self.fragments:
+            parts.append(plural(_total(self.fragments), "graph break"))
         if self.schedule:
             launches, edges, programmatic = _schedule_totals(self.schedule)
             parts.append(f"{plural(_total(self.schedule), 'chain')}, {plural(launches, 'launch', 'launches')}")
@@ -323,6 +349,8 @@ class Report:
             lines.append(f"  {self.pdl_text()}")
         lines += [f"  note: {_indent(note)}" for note in self.notes]
         lines += [f"  error: {_indent(error)}" for error in self.errors]
+        for fragment in self.folded_fragments():
+            lines += [f"  {line}" for line in fragment_lines(fragment)]
         for miss in self.folded_misses():
             lines += [f"  {line}" for line in miss_lines(miss)]
         if self.dump_folder:
@@ -416,6 +444,19 @@ class Report:
         from moe_compiler.viz.html import render_fragment
 
         return render_fragment(self)
+
+
+def fragment_lines(fragment: FragmentRecord) -> list[str]:
+    """The lines that tell where a graph broke, and what helps."""
+    times = f" x{fragment.count}" if fragment.count > 1 else ""
+    within = f" (in {fragment.function})" if fragment.function else ""
+    what = "graph break" if fragment.compiled else f"runs in eager{within}, no graph"
+    lines = [f"{what}{times}: {_indent(fragment.reason)}"]
+    if fragment.where:
+        lines.append(f"  at {_spaced(fragment.where)}")
+    if fragment.remedy:
+        lines.append(f"  try: {_indent(fragment.remedy)}")
+    return lines
 
 
 def miss_lines(miss: MissRecord) -> list[str]:
@@ -527,6 +568,7 @@ def _chain(data: Mapping[str, Any]) -> ChainRecord:
 _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "matches": lambda data: MatchRecord(**data),
     "misses": lambda data: MissRecord(**data),
+    "fragments": lambda data: FragmentRecord(**data),
     "passes": lambda data: PassRecord(**data),
     "schedule": _chain,
     "dags": lambda data: DagRecord(**data),

@@ -7,21 +7,28 @@ inside a private module.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 __all__ = [
+    "CompiledFrame",
     "aot_module",
+    "break_of",
     "code_cache_dir",
     "compile_fx",
+    "compiled_frames",
     "configured",
+    "configured_dynamo",
     "current_compile_id",
     "fake_mode_of",
     "fakeify",
+    "forget_compiled",
     "graph_break_count",
     "graph_break_errors",
     "graph_pass_base",
@@ -32,9 +39,11 @@ __all__ = [
     "make_fx_pre_dispatch",
     "mode_options",
     "passes_of",
+    "quiet_dynamo",
     "static_input_indices",
-    "subgraph_reason",
+    "subgraph_break",
     "trace_artifact",
+    "user_frame",
 ]
 
 
@@ -251,16 +260,55 @@ def current_compile_id() -> str:
     return f"{identity.frame_id}/{identity.frame_compile_id}"
 
 
-def subgraph_reason(module: GraphModule) -> str:
-    """Why Dynamo ended this graph where it did: "" when the frame was captured whole."""
+def subgraph_break(module: GraphModule) -> tuple[str, str] | None:
+    """(Dynamo's reason, the user's line) of the break that ended this graph; None when the frame was captured whole."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
-        return ""
-    stack = getattr(reason, "user_stack", None) or []
-    last = stack[-1] if stack else None
-    where = f"{last.filename}:{last.lineno}" if last is not None else ""
-    first = str(reason.reason).strip().splitlines()[0] if str(reason.reason).strip() else "graph break"
-    return f"{first} at {where}" if where else first
+        return None
+    return str(reason.reason), user_frame(getattr(reason, "user_stack", None) or [])
+
+
+@dataclass(frozen=True)
+class CompiledFrame:
+    """What became of one frame that Dynamo looked at.
+
+    failure: why it was skipped, "" when it was not; broken: why its graph ended early, "" when it did not
+    where:   the user's line of the failure, or the frame's first
+    started: when, in microseconds; the clock is the same for all frames
+    """
+
+    identity: str
+    function: str
+    failure: str
+    broken: str
+    where: str
+    started: int
+
+
+def compiled_frames(after: int = 0) -> list[CompiledFrame]:
+    """The frames that Dynamo looked at and that began after a moment, oldest first; it keeps the last 64."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found = []
+    for metric in get_compilation_metrics():
+        name = getattr(metric, "co_name", None)
+        if name is None or (metric.start_time_us or 0) <= after:
+            continue
+        failed = metric.fail_reason or "" if metric.fail_type else ""
+        place = f"{metric.co_filename}:{metric.co_firstlineno}"  # of a resumed frame, where it goes on
+        if failed and metric.fail_user_frame_filename and not is_torch_file(metric.fail_user_frame_filename):
+            place = f"{metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}"
+        found.append(
+            CompiledFrame(
+                identity=str(metric.compile_id),
+                function=name,
+                failure=failed,
+                broken=next(iter(metric.restart_reasons or ()), ""),
+                where=place,
+                started=metric.start_time_us or 0,
+            )
+        )
+    return found
 
 
 def is_cut_by_ddp(module: GraphModule) -> bool:
@@ -274,6 +322,56 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
+
+
+def break_of(error: BaseException) -> tuple[str, str]:
+    """(Dynamo's reason, the user's line) of what `graph_break_errors` lists."""
+    return str(error), user_frame(getattr(error, "real_stack", None) or [])
+
+
+def user_frame(stack: Sequence[Any]) -> str:
+    """`file:line` of the innermost frame that is not torch's own; "" for no frame."""
+    frames = [frame for frame in stack if not is_torch_file(frame.filename)] or list(stack)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def is_torch_file(path: str) -> bool:
+    """Is this one of torch's own files?"""
+    return path.startswith(os.path.dirname(torch.__file__) + os.sep)
+
+
+@contextmanager
+def configured_dynamo(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Dynamo's own settings, for the code below."""
+    with torch._dynamo.config.patch(dict(settings)):
+        yield
+
+
+def forget_compiled(function: Callable[..., Any]) -> None:
+    """Let Dynamo look at a function again, as if it had never compiled or given up its frame."""
+    from torch._dynamo.eval_frame import reset_code
+
+    seen: Any = getattr(function, "__func__", function)
+    while seen is not None:
+        if hasattr(seen, "__code__"):
+            reset_code(seen.__code__)
+        seen = getattr(seen, "__wrapped__", None)
+
+
+@contextmanager
+def quiet_dynamo() -> Iterator[None]:
+    """No log of Dynamo's for a trace that is only a question."""
+    import logging
+
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses.fake_tensor")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def has_data_dependent_sizes(module: GraphModule) -> bool:

@@ -16,6 +16,7 @@ from moe_compiler.report import (
     ChainRecord,
     DagRecord,
     EdgeRecord,
+    FragmentRecord,
     GraphRecord,
     MatchRecord,
     MissRecord,
@@ -115,7 +116,14 @@ def _header(report: Report) -> str:
 def _notes(report: Report) -> str:
     errors = [f'<div class="card error"><b>Error.</b> <pre>{escape(error)}</pre></div>' for error in report.errors]
     notes = [f'<div class="card note">{escape(note)}</div>' for note in report.notes]
-    return "".join(errors + notes)
+    return "".join(errors + notes + [_fragment(fragment) for fragment in report.folded_fragments()])
+
+
+def _fragment(fragment: FragmentRecord) -> str:
+    what = "Graph break" if fragment.compiled else "Runs in eager, no graph"
+    hint = f"<p>Try: {escape(fragment.remedy)}</p>" if fragment.remedy else ""
+    line = f"<p>{_where(fragment.where)}</p>" if fragment.where else ""
+    return f'<div class="card note"><b>{what}{_times(fragment.count)}.</b> {escape(fragment.reason)}{line}{hint}</div>'
 
 
 def _where(where: str) -> str:

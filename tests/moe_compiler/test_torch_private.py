@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -99,11 +101,11 @@ def test_mode_options_knows_inductors_modes():
         torch_private.mode_options("fastest")
 
 
-def test_compile_id_and_subgraph_reason_inside_of_a_compile():
+def test_compile_id_and_subgraph_break_inside_of_a_compile():
     found = []
 
     def backend(module, inputs):
-        found.append((torch_private.current_compile_id(), torch_private.subgraph_reason(module)))
+        found.append((torch_private.current_compile_id(), torch_private.subgraph_break(module)))
         return module
 
     def function(x):
@@ -115,7 +117,7 @@ def test_compile_id_and_subgraph_reason_inside_of_a_compile():
     torch.compile(function, backend=backend)(torch.ones(2))
     assert torch_private.graph_break_count() > before
     assert len(found) == 2 and found[0][0] != found[1][0]
-    assert "test_torch_private.py" in found[0][1] and found[1][1] == ""
+    assert "graph_break" in found[0][1][0] and "test_torch_private.py" in found[0][1][1] and found[1][1] is None
     assert torch_private.current_compile_id() == "0/0"
 
 
@@ -147,3 +149,57 @@ def test_graph_break_errors_and_data_dependent_sizes():
 
     with pytest.raises(torch_private.graph_break_errors()):
         torch.compile(broken, backend=backend, fullgraph=True)(torch.ones(3))
+
+
+def test_compiled_frames_have_a_failure_a_break_and_a_line():
+    def skipped(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x
+
+    def broken(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    start = max((frame.started for frame in torch_private.compiled_frames()), default=0)
+    for function in (skipped, broken):
+        torch.compile(function, backend="eager")(torch.ones(2))
+    first, second, resumed = torch_private.compiled_frames(start)
+    assert (first.function, second.function) == ("skipped", "broken")
+    assert "graph_break" in first.failure and "test_torch_private.py" in first.where
+    assert not second.failure and "graph_break" in second.broken
+    assert resumed.function.startswith("torch_dynamo_resume_in_broken") and not resumed.failure
+
+
+def test_break_of_names_the_users_line():
+    def function(x):
+        return torch.ones(x.nonzero().shape[0] if x.sum() > 0 else 1)
+
+    with pytest.raises(torch_private.graph_break_errors()) as caught, torch_private.quiet_dynamo():
+        torch.compile(function, backend="eager", fullgraph=True)(torch.ones(3))
+    reason, where = torch_private.break_of(caught.value)
+    assert "ata-dependent" in reason and "test_torch_private.py" in where
+    assert torch_private.is_torch_file(torch.nn.__file__) and not torch_private.is_torch_file(__file__)
+
+
+def test_configured_dynamo():
+    before = torch._dynamo.config.recompile_limit
+    with torch_private.configured_dynamo({"recompile_limit": 3}):
+        assert torch._dynamo.config.recompile_limit == 3
+    assert torch._dynamo.config.recompile_limit == before
+
+
+def test_forget_compiled_lets_dynamo_look_at_a_skipped_frame_again():
+    def function(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x
+
+    torch.compile(function, backend="eager")(torch.ones(2))
+    whole = torch.compile(function, backend="eager", fullgraph=True)
+    with contextlib.suppress(RuntimeError):  # newer releases say that no frame was compiled
+        whole(torch.ones(2))
+    torch_private.forget_compiled(function)
+    with pytest.raises(torch_private.graph_break_errors()), torch_private.quiet_dynamo():
+        whole(torch.ones(2))
