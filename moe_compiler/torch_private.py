@@ -289,12 +289,13 @@ def compiled_frames(after: int = 0) -> list[CompiledFrame]:
     """The frames that Dynamo looked at and that began after a moment, oldest first; it keeps the last 64."""
     from torch._dynamo.utils import get_compilation_metrics
 
+    breaks = {error.__qualname__ for error in graph_break_errors()}  # not what a backend raised
     found = []
     for metric in get_compilation_metrics():
         name = getattr(metric, "co_name", None)
         if name is None or (metric.start_time_us or 0) <= after:
             continue
-        failed = metric.fail_reason or "" if metric.fail_type else ""
+        failed = metric.fail_reason or "" if str(metric.fail_type).rpartition(".")[2] in breaks else ""
         place = f"{metric.co_filename}:{metric.co_firstlineno}"  # of a resumed frame, where it goes on
         if failed and metric.fail_user_frame_filename and not is_torch_file(metric.fail_user_frame_filename):
             place = f"{metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}"

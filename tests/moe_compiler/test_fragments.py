@@ -62,6 +62,15 @@ def test_explain_names_what_stands_in_the_way_of_one_graph_and_every_piece():
     assert len(last_reports()) == known  # explain's own frames are no compile of the user's
 
 
+def test_what_a_backend_raises_is_no_break():
+    last_reports()
+    before = len(last_reports())
+    with pytest.raises(Exception, match="asks for 1"), torch.no_grad():
+        torch.compile(torch.sin, backend=moepdl, options={"require_match": True})(torch.ones(3))
+    after = last_reports()[before:]
+    assert len(after) == 1 and not after[0].fragments
+
+
 def test_explain_after_a_compile_that_gave_the_frame_up():
     block = BLOCKS["RangeSkip"]().eval()
     x = torch.randn(1, 7, H)
