@@ -22,9 +22,10 @@ from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
+from moe_compiler.passes.formulations.quantised import check_not_quantised, quantised_reader
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import match_router
-from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, shape_of, strip_casts
+from moe_compiler.passes.formulations.walk import arg, contains, dtype_of, is_cast, is_op, shape_of
 from moe_compiler.report import MissRecord
 
 __all__ = ["find_moe"]
@@ -276,11 +277,11 @@ def _sizes(match: Match) -> None:
 
 
 def _candidate(anchor: Node) -> Node:
-    """The nearest selection (top-k) that an anchor depends on, else the anchor: attempts at one belong together."""
+    """The nearest choice among scores that an anchor depends on, else the anchor: attempts at one belong together."""
     level, seen = [anchor], {anchor}
     while level and len(seen) < 128:
         for node in level:
-            if is_op(node, "topk"):
+            if is_op(node, "topk") or _chooses_scores(node):
                 return node
         sources = dict.fromkeys(source for node in level for source in node.all_input_nodes)
         level = [source for source in sources if source not in seen]
@@ -323,6 +324,7 @@ def find_moe(graph: Graph, context: Context) -> int:
             if result.match is not None:
                 _keep_in_region(result.match, region)
                 try:
+                    check_not_quantised([*result.match.gate, *result.match.up, *result.match.down])
                     _check_shape(result.match)
                     inside = _inside(result.match)
                     _check_closed(result.match, inside, order)
@@ -351,23 +353,69 @@ def find_moe(graph: Graph, context: Context) -> int:
 
 
 def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node], tried: set[Node]) -> None:
-    """A top-k over a score matrix that no formulation had anything to say about is still a candidate."""
+    """A choice among scores that no formulation had anything to say about is still a candidate.
+
+    A top-k is one always; an argmax or a sort of scores where what it chose leads to a product.
+    """
     for node in graph.nodes:
-        if not is_op(node, "topk") or node in tried or node in claimed:
+        if node in tried or node in claimed or not (is_op(node, "topk") or _chooses_scores(node)):
             continue
-        used = [user for user in node.users if op_name(user) == "getitem" and user.args[1] == 1 and user.users]
-        if not used or any(user in claimed for user in used) or strip_casts(node) in claimed:
+        ids = _chosen_ids(node)
+        if ids is None or ids in claimed or any(user in claimed for user in ids.users):
             continue
+        if not is_op(node, "topk") and not _leads_to_product(ids):
+            continue
+        quantised = quantised_reader(ids)
         context.report.misses.append(
             MissRecord(
-                candidate="topk",
+                candidate=op_name(node),
                 where=user_line(node),
                 formulation="none",
                 steps_passed=0,
                 steps_total=1,
                 step="anchor",
-                reason="no matmul with expert weights was found that these ids select",
+                reason=quantised.reason
+                if quantised is not None
+                else "no matmul with expert weights was found that these ids select",
                 node=node.format_node() or node.name,
-                at=user_line(node),
+                hint=quantised.hint if quantised is not None else "",
+                at=user_line(quantised.node if quantised is not None else node),
             )
         )
+
+
+_FEW_EXPERTS = 4096
+
+
+def _chosen_ids(node: Node) -> Node | None:
+    """The indices of a choice, when something reads them."""
+    ids: Node | None = node
+    if not is_op(node, "argmax", "argsort"):
+        ids = next((user for user in node.users if op_name(user) == "getitem" and user.args[1] == 1), None)
+    return ids if ids is not None and ids.users else None
+
+
+def _chooses_scores(node: Node) -> bool:
+    """An argmax or a sort along the last dimension, of a constant size, of floating scores, whose indices are read."""
+    if not is_op(node, "argmax", "argsort", "sort", "max") or _chosen_ids(node) is None:
+        return False
+    source = node.args[0]
+    value = source.meta.get("val") if isinstance(source, Node) else None
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.dtype.is_floating_point:
+        return False
+    width = value.shape[-1]
+    named = any(argument.name == "dim" for argument in node.target._schema.arguments)
+    return named and arg(node, "dim") in (-1, value.dim() - 1) and isinstance(width, int) and 1 < width <= _FEW_EXPERTS
+
+
+def _leads_to_product(ids: Node, limit: int = 256) -> bool:
+    """Is a product of matrices within reach of what was chosen?"""
+    pending, seen = [ids], {ids}
+    while pending and len(seen) < limit:
+        node = pending.pop(0)
+        if node is not ids and _is_matmul(node):
+            return True
+        fresh = [user for user in node.users if user not in seen]
+        seen.update(fresh)
+        pending.extend(fresh)
+    return False
