@@ -22,10 +22,11 @@ from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
-from moe_compiler.passes.formulations.quantised import check_not_quantised, quantised_reader
+from moe_compiler.passes.formulations.quantised import check_not_quantised
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import match_router
-from moe_compiler.passes.formulations.walk import arg, contains, dtype_of, is_cast, is_op, shape_of
+from moe_compiler.passes.formulations.selection import chooses_scores, chosen_ids, explain_selection, leads_to
+from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, shape_of
 from moe_compiler.report import MissRecord
 
 __all__ = ["find_moe"]
@@ -281,7 +282,7 @@ def _candidate(anchor: Node) -> Node:
     level, seen = [anchor], {anchor}
     while level and len(seen) < 128:
         for node in level:
-            if is_op(node, "topk") or _chooses_scores(node):
+            if is_op(node, "topk") or chooses_scores(node):
                 return node
         sources = dict.fromkeys(source for node in level for source in node.all_input_nodes)
         level = [source for source in sources if source not in seen]
@@ -358,14 +359,14 @@ def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node]
     A top-k is one always; an argmax or a sort of scores where what it chose leads to a product.
     """
     for node in graph.nodes:
-        if node in tried or node in claimed or not (is_op(node, "topk") or _chooses_scores(node)):
+        if node in tried or node in claimed or not (is_op(node, "topk") or chooses_scores(node)):
             continue
-        ids = _chosen_ids(node)
+        ids = chosen_ids(node)
         if ids is None or ids in claimed or any(user in claimed for user in ids.users):
             continue
-        if not is_op(node, "topk") and not _leads_to_product(ids):
+        if not is_op(node, "topk") and leads_to(ids, _is_matmul) is None:
             continue
-        quantised = quantised_reader(ids)
+        miss = explain_selection(node, ids)
         context.report.misses.append(
             MissRecord(
                 candidate=op_name(node),
@@ -374,48 +375,9 @@ def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node]
                 steps_passed=0,
                 steps_total=1,
                 step="anchor",
-                reason=quantised.reason
-                if quantised is not None
-                else "no matmul with expert weights was found that these ids select",
+                reason=miss.reason,
                 node=node.format_node() or node.name,
-                hint=quantised.hint if quantised is not None else "",
-                at=user_line(quantised.node if quantised is not None else node),
+                hint=miss.hint,
+                at=user_line(miss.node),
             )
         )
-
-
-_FEW_EXPERTS = 4096
-
-
-def _chosen_ids(node: Node) -> Node | None:
-    """The indices of a choice, when something reads them."""
-    ids: Node | None = node
-    if not is_op(node, "argmax", "argsort"):
-        ids = next((user for user in node.users if op_name(user) == "getitem" and user.args[1] == 1), None)
-    return ids if ids is not None and ids.users else None
-
-
-def _chooses_scores(node: Node) -> bool:
-    """An argmax or a sort along the last dimension, of a constant size, of floating scores, whose indices are read."""
-    if not is_op(node, "argmax", "argsort", "sort", "max") or _chosen_ids(node) is None:
-        return False
-    source = node.args[0]
-    value = source.meta.get("val") if isinstance(source, Node) else None
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.dtype.is_floating_point:
-        return False
-    width = value.shape[-1]
-    named = any(argument.name == "dim" for argument in node.target._schema.arguments)
-    return named and arg(node, "dim") in (-1, value.dim() - 1) and isinstance(width, int) and 1 < width <= _FEW_EXPERTS
-
-
-def _leads_to_product(ids: Node, limit: int = 256) -> bool:
-    """Is a product of matrices within reach of what was chosen?"""
-    pending, seen = [ids], {ids}
-    while pending and len(seen) < limit:
-        node = pending.pop(0)
-        if node is not ids and _is_matmul(node):
-            return True
-        fresh = [user for user in node.users if user not in seen]
-        seen.update(fresh)
-        pending.extend(fresh)
-    return False
