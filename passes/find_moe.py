@@ -325,8 +325,8 @@ def find_moe(graph: Graph, context: Context) -> int:
             if result.match is not None:
                 _keep_in_region(result.match, region)
                 try:
-                    check_not_quantised([*result.match.gate, *result.match.up, *result.match.down])
                     _check_shape(result.match)
+                    check_not_quantised([*result.match.gate, *result.match.up, *result.match.down])
                     inside = _inside(result.match)
                     _check_closed(result.match, inside, order)
                     _check_region(inside, result.match.output, region, "the block")

@@ -1,7 +1,8 @@
-"""Quantised experts: weights kept as fp8, int8 or packed small numbers, and made floating where they are used.
+"""Quantised experts are left as they are: weights kept in few bits are neither matched nor dequantised.
 
-They are refused: raising such a block would dequantise all experts at every call, or move the dequantisation to
-another place than where the source rounds.
+A block whose weights are made from such a tensor in the graph (a conversion, times a scale) would match like any
+other, and its operator would then read weights that the source never keeps. One whose matmuls are quantised themselves
+matches nothing; its miss says why.
 """
 
 from __future__ import annotations
@@ -14,81 +15,45 @@ from torch.fx import Node
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.walk import is_op
 
-__all__ = ["check_not_quantised", "quantised_reader"]
+__all__ = ["check_not_quantised", "quantised_below"]
 
-_HINT = "quantised experts are left as they are, with Inductor and the kernels that the model calls"
-_TABLE_ENTRIES = 256
-
-
-def _tensor(node: object) -> torch.Tensor | None:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value if isinstance(value, torch.Tensor) else None
+HINT = "quantised experts stay with Inductor; load the model in bfloat16, float16 or float32 to have it rewritten"
+_FEW_BITS = ("float8", "float4", "int8", "uint8", "int4", "uint4", "int2", "uint2", "int1", "uint1", "qint", "quint")
+_MATMULS = ("_scaled_mm", "_scaled_grouped_mm", "_weight_int8pack_mm", "_weight_int4pack_mm", "_int_mm")
 
 
-def _is_small(value: torch.Tensor | None) -> bool:
-    """A matrix (or a stack of them) of numbers that no expert computes in: fp8, fp4, integers of any width."""
-    if value is None or value.dim() < 2 or value.dtype in (torch.bool,) or value.dtype.is_complex:
+def _is_few_bits(node: Node) -> bool:
+    """A tensor of weights in few bits each, or of several in one int32 (GPTQ, AWQ)."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
         return False
-    return not value.dtype.is_floating_point or value.dtype.itemsize == 1
+    name = str(value.dtype).removeprefix("torch.")
+    return name.startswith(_FEW_BITS) or (value.dtype is torch.int32 and value.dim() >= 2)
 
 
-def _dequantised(node: Node) -> Node | None:
-    """The small matrix that this operator makes floating: by a cast, by arithmetic, or by a table that it indexes."""
-    made = _tensor(node)
-    if made is None or _is_small(made):
-        return None
-    if is_op(node, "index", "index_select", "embedding", "take", "gather"):
-        table = _tensor(node.args[0])
-        index = node.args[1]
-        if is_op(node, "index"):
-            index = index[0] if len(index) == 1 else None
-        elif is_op(node, "index_select", "gather"):
-            index = node.args[2]
-        by_table = table is not None and table.dim() == 1 and table.shape[0] <= _TABLE_ENTRIES
-        return index if by_table and _is_small(_tensor(index)) else None
-    if op_name(node).startswith(("zeros", "empty", "full", "ones", "new_", "where", "masked_fill", "scatter")):
-        return None
-    return next((source for source in node.all_input_nodes if _is_small(_tensor(source))), None)
+def check_not_quantised(weights: Iterable[Node]) -> None:
+    """Raise Miss when one of these weights is made from a tensor of few bits."""
+    pending, seen = list(weights), set[Node]()
+    while pending and len(seen) < 4096:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if _is_few_bits(node):
+            raise Miss(f"the experts are quantised: {node.name} is {str(node.meta['val'].dtype)[6:]}", node, HINT)
+        pending.extend(node.all_input_nodes)
 
 
-def check_not_quantised(weights: Iterable[Node], depth: int = 24) -> None:
-    """Raise Miss when one of the nodes is computed from a small matrix within `depth` operators."""
-    seen: set[Node] = set()
-    for weight in weights:
-        level = [weight]
-        for _ in range(depth):
-            level = [node for node in level if node not in seen and node.op == "call_function"]
-            if not level:
-                break
-            seen.update(level)
-            for node in level:
-                small = _dequantised(node)
-                if small is not None:
-                    dtype = str(small.meta["val"].dtype).removeprefix("torch.")
-                    raise Miss(f"the expert weights are quantised: {op_name(node)} reads them as {dtype}", node, _HINT)
-            level = [source for node in level for source in node.all_input_nodes]
-
-
-def quantised_reader(selected: Node, limit: int = 256) -> Miss | None:
-    """A Miss for the first operator behind a selection that reads small matrices as numbers, None when there is none.
-
-    For blocks that no formulation anchors at: their matmuls are quantised ones, or their weights are dequantised
-    between the gather and the product.
-    """
-    pending, seen = [selected], {selected}
-    while pending and len(seen) < limit:
-        node = pending.pop(0)
-        for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            pending.append(user)
-            for source in user.all_input_nodes:
-                value = _tensor(source)
-                stored = value is not None and value.dtype.itemsize == 1 and _is_small(value)
-                if stored and (_dequantised(user) is not None or is_op(user, "index", "index_select")):
-                    assert value is not None
-                    dtype = str(value.dtype).removeprefix("torch.")
-                    reason = f"the ids select expert weights that are quantised: {op_name(user)} reads {dtype}"
-                    return Miss(reason, user, _HINT)
+def quantised_below(chosen: Node) -> Node | None:
+    """A quantised matmul, or a use of weights in few bits, among what depends on a choice of experts."""
+    level, seen = [chosen], {chosen}
+    while level and len(seen) < 512:
+        for node in level:
+            if is_op(node, *_MATMULS) or "mxfp" in op_name(node) or "nvfp" in op_name(node):
+                return node
+            found = next((n for n in node.all_input_nodes if n not in seen and _is_few_bits(n)), None)
+            if found is not None:
+                return node
+        level = [user for node in level for user in node.users if user not in seen]
+        seen.update(level)
     return None

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.contraction import contraction
-from moe_compiler.passes.formulations.quantised import quantised_reader
+from moe_compiler.passes.formulations.quantised import HINT, quantised_below
 from moe_compiler.passes.formulations.walk import arg, is_op, shape_of
 
 __all__ = ["chooses_scores", "chosen_ids", "explain_selection", "leads_to"]
@@ -55,9 +55,9 @@ def leads_to(ids: Node, found: Callable[[Node], bool]) -> Node | None:
 
 def explain_selection(choice: Node, ids: Node) -> Miss:
     """Why this choice selects no experts, as far as its users tell."""
-    quantised = quantised_reader(ids)
+    quantised = quantised_below(choice)
     if quantised is not None:
-        return quantised
+        return Miss(f"the experts are quantised: {op_name(quantised)} works on weights in few bits", quantised, HINT)
     reason = "no matmul with expert weights was found that these ids select"
     detail, node = _selected(choice, ids)
     return Miss(f"{reason}: {detail}" if detail else reason, node)
