@@ -267,6 +267,27 @@ def dense_broadcast_input(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return torch.matmul(F.silu(gate) * up, b.down_t).sum(0)
 
 
+def encoded_scores(x: Tensor, logits: Tensor) -> Tensor:
+    """Scores [T, E] by a one-hot encoding of the ids, as tutorials write it."""
+    weights, ids = choose(x, logits)
+    return (F.one_hot(ids, E).to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def dense_one_hot(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    gate, up = torch.matmul(x.expand(E, -1, -1), b.gate_up_t).chunk(2, dim=-1)
+    rows = torch.matmul(F.silu(gate) * up, b.down_t)
+    return (rows * encoded_scores(x, logits).T[:, :, None]).sum(0)
+
+
+def dense_sorted(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The experts by the first of a sort instead of a top-k."""
+    scores = torch.softmax(logits, dim=-1)
+    ids = torch.argsort(scores, dim=-1, descending=True)[:, :K]
+    kept = torch.zeros_like(scores).scatter(1, ids, scores.gather(1, ids))
+    gate, up = torch.einsum("th,ehi->eti", x, b.gate_up_t).chunk(2, dim=-1)
+    return torch.einsum("eth,te->th", torch.einsum("eti,eih->eth", F.silu(gate) * up, b.down_t), kept)
+
+
 def _dense(b: Block, x: Tensor, logits: Tensor, *, scores=None, bias=False, repeat=None, dim=0) -> Tensor:
     kept = torch.sigmoid(kept_scores(logits).float()).to(x.dtype) if scores is None else scores(logits)
     rows = x.repeat(E, 1) if repeat is None else repeat(x)
@@ -409,6 +430,8 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "softmax_output": dense_softmax_output,
         "scattered_weights": dense_scattered_weights,
         "broadcast_input": dense_broadcast_input,
+        "one_hot": dense_one_hot,
+        "sorted": dense_sorted,
     },
     "one_hot_loop": {"packed": one_hot_packed, "weighted_input": one_hot_weighted_input, "bool": one_hot_bool},
     "where_loop": {"index_add": where_index_add, "unbound": where_unbound, "plain_relu": where_plain_relu},
@@ -572,6 +595,13 @@ DAMAGED: tuple[Damaged, ...] = (
         lambda b, x, l: _dense(b, x, l, scores=lambda l: kept_scores(l, 1.0)),
         "choose",
         "something else than zeros",
+    ),
+    Damaged(
+        "dense_bmm",
+        "encoded_over_experts",
+        lambda b, x, l: _dense(b, x, l, scores=lambda l: encoded_scores(x, l).cumsum(1)),
+        "choose",
+        "nothing shows",
     ),
     Damaged("one_hot_loop", "missing", lambda b, x, l: _one_hot(b, x, l, experts=(0, 1, 3)), "masks", "expert 2 of 4"),
     Damaged(

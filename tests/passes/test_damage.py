@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.fx.experimental.symbolic_shapes
 from torch.fx import GraphModule, Node
 
 from moe_compiler.graph_pass import insert, propagate
@@ -45,9 +46,12 @@ def _float(node: Node) -> bool:
 def _behind(node: Node, *operators: tuple[torch._ops.OpOverload, tuple[object, ...]]) -> bool:
     """Put operators behind a node: its users read their result."""
     users, graph, last = list(node.users), node.graph, node
-    for target, rest in operators:
-        with graph.inserting_after(last):
-            last = insert(last, target, (last, *rest))
+    try:
+        for target, rest in operators:
+            with graph.inserting_after(last):
+                last = insert(last, target, (last, *rest))
+    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
+        return False  # it asks for a size that only data decides
     for user in users:
         user.replace_input_with(node, last)
     return bool(users)
