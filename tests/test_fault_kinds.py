@@ -405,6 +405,28 @@ def test_the_recompute_of_a_checkpoint_chooses_what_the_forward_chose():
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("formulation", ["one_hot_loop", "where_loop"])
+def test_a_loop_with_rows_that_only_data_counts_is_found_inside_of_a_checkpoint(formulation: str):
+    from moe_compiler.testing import examples
+
+    block = examples()[formulation](torch.float32, experts=4, top_k=K, hidden=H, intermediate=I).module
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+    module, x, tangent = Checkpointed(), torch.randn(T, H, requires_grad=True), torch.randn(T, H)
+    leaves = [x, *module.parameters()]
+    outputs = [run(x) for run in (compile_eager(module, require_match=1), module)]
+    ours, theirs = (torch.autograd.grad(y, leaves, tangent) for y in outputs)
+    for mine, other in zip([outputs[0], *ours], [outputs[1], *theirs], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
 # 12. No tokens, and one token.
 
 
