@@ -180,6 +180,33 @@ def batched_of_batch(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return (rows * weights.reshape(-1)[:, None]).view(-1, K, H).sum(1)
 
 
+def batched_added(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Rows in pair order that are added at their tokens."""
+    weights, ids = choose(x, logits)
+    flat, token = ids.reshape(-1), torch.arange(x.shape[0]).repeat_interleave(K)
+    gate, up = torch.bmm(b.gate_up[flat], x[token].unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    rows = torch.bmm(b.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    return torch.zeros_like(x).index_add_(0, token, rows * weights.reshape(-1, 1))
+
+
+def batched_scattered(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
+    flat, token = ids.reshape(-1), torch.arange(x.shape[0] * K) // K
+    gate, up = torch.bmm(b.gate_up[flat], x[token].unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    rows = torch.bmm(b.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1) * weights.reshape(-1)[:, None]
+    return x.new_zeros(x.shape).scatter_add(0, token[:, None].expand_as(rows), rows)
+
+
+def batched_added_at(
+    b: Block, x: Tensor, logits: Tensor, index: Callable[[Tensor], Tensor], alpha: float = 1
+) -> Tensor:
+    weights, ids = choose(x, logits)
+    flat, token = ids.reshape(-1), torch.arange(x.shape[0]).repeat_interleave(K)
+    gate, up = torch.bmm(b.gate_up[flat], x[token].unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    rows = torch.bmm(b.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
+    return torch.zeros_like(x).index_add_(0, index(token), rows, alpha=alpha)
+
+
 def _batched(
     b: Block, x: Tensor, logits: Tensor, *, repeat=None, second=None, scaled=False, ids=None, bias=False, dim=1
 ) -> Tensor:
@@ -389,6 +416,18 @@ def where_unbound(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return result
 
 
+def where_squared_relu(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """relu squared as a product of two."""
+    weights, ids = choose(x, logits)
+    result = torch.zeros_like(x)
+    for e in range(E):
+        token, choice = torch.where(ids == e)
+        hidden = F.linear(x[token], b.up[e])
+        rows = F.linear(F.relu(hidden) * F.relu(hidden), b.down[e])
+        result.index_add_(0, token, weights[token, choice, None] * rows)
+    return result
+
+
 def where_plain_relu(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     weights, ids = choose(x, logits)
     result = torch.zeros_like(x)
@@ -424,6 +463,8 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "clamped": batched_clamped,
         "not_gated": batched_not_gated,
         "of_batch": batched_of_batch,
+        "added": batched_added,
+        "scattered": batched_scattered,
     },
     "gather_einsum": {"bmm_sum": einsum_bmm_sum, "matmul": einsum_matmul, "transposed": einsum_transposed},
     "dense_bmm": {
@@ -434,7 +475,12 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "sorted": dense_sorted,
     },
     "one_hot_loop": {"packed": one_hot_packed, "weighted_input": one_hot_weighted_input, "bool": one_hot_bool},
-    "where_loop": {"index_add": where_index_add, "unbound": where_unbound, "plain_relu": where_plain_relu},
+    "where_loop": {
+        "index_add": where_index_add,
+        "unbound": where_unbound,
+        "plain_relu": where_plain_relu,
+        "squared_relu": where_squared_relu,
+    },
 }
 
 
@@ -529,6 +575,20 @@ DAMAGED: tuple[Damaged, ...] = (
         lambda b, x, l: _batched(b, x, l, ids=lambda i: i.reshape(-1).clamp(0, E - 2)),
         "select",
         "clamped to",
+    ),
+    Damaged(
+        "batched_mm",
+        "added_elsewhere",
+        lambda b, x, l: batched_added_at(b, x, l, lambda t: t.flip(0)),
+        "combine_pairs",
+        "does not give the token",
+    ),
+    Damaged(
+        "batched_mm",
+        "added_twice_over",
+        lambda b, x, l: batched_added_at(b, x, l, lambda t: t, alpha=2),
+        "combine_pairs",
+        "alpha",
     ),
     Damaged("gather_einsum", "other_letter", lambda b, x, l: _einsum_square(b, x, l), "activate", "does not contract"),
     Damaged(
