@@ -162,7 +162,7 @@ DIMENSIONS: dict[str, Weighted] = {
         "sum": 3, "einsum": 1, "bmm": 1, "index_add": 2, "scatter_add": 1, "index_put": 1, "home_sum": 1, "plus_at": 1,
     },
     "zeros": {"zeros_like": 2, "zeros": 1, "new_zeros": 1},
-    **{f"fiddle_{at}": {kind: 12 if kind == "none" else 0.5 for kind in FIDDLES}
+    **{f"fiddle_{at}": {kind: 12 if kind == "none" else 0.5 for kind in FIDDLES if (at, kind) != ("ids", "widen")}
        for at in ("x", "ids", "weights", "rows", "act", "out")},
     "norm": {False: 4, True: 1},
     "shared": {"none": 4, "plain": 1, "gated": 1},
@@ -277,7 +277,6 @@ _RULES: dict[str, Callable[[Any, Case], bool]] = {
     and (v != "plus_at" or c.choose in _SORTS)
     and (c.weight_at == "output" or v not in ("einsum", "bmm", "home_sum")),
     "zeros": lambda v, c: _few(v, "zeros_like", c.combine in ("index_add", "scatter_add", "index_put", "plus_at")),
-    "fiddle_ids": lambda v, c: v != "widen",
     "extra": lambda v, c: v != "aux" or c.tokens > 0,  # the mean of no tokens is no number
     "add": lambda v, c: _few(v, "plus", c.shared != "none"),
     "checkpoint": lambda v, c: _few(v, False, _training(c) and c.extra != "counted"),
