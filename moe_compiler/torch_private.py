@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,16 @@ def make_fx_decomposed(function: Callable[..., Any], mode: Any, arguments: Seque
 
 @contextmanager
 def proxy_tracing_disabled() -> Iterator[None]:
-    """Run code below a make_fx trace without recording it."""
+    """Run code below a make_fx trace without recording it.
+
+    Sizes that only data decides (how many rows an expert gets) may come up there and stay inside.
+    """
+    from torch._guards import detect_fake_mode
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-    with disable_proxy_modes_tracing():
+    mode = detect_fake_mode()
+    shapes = mode.shape_env if mode is not None else None
+    with disable_proxy_modes_tracing(), shapes.ignore_fresh_unbacked_symbols() if shapes else nullcontext():
         yield
 
 

@@ -22,9 +22,11 @@ from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
+from moe_compiler.passes.formulations.quantised import check_not_quantised
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import Router, match_router
-from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of, strip_casts
+from moe_compiler.passes.formulations.selection import chooses_scores, chosen_ids, explain_selection, leads_to
+from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of
 from moe_compiler.report import MissRecord
 
 __all__ = ["find_moe"]
@@ -301,11 +303,11 @@ def _choosing(ids: Node) -> frozenset[Node]:
 
 
 def _candidate(anchor: Node) -> Node:
-    """The nearest selection (top-k) that an anchor depends on, else the anchor: attempts at one belong together."""
+    """The nearest choice among scores that an anchor depends on, else the anchor: attempts at one belong together."""
     level, seen = [anchor], {anchor}
     while level and len(seen) < 128:
         for node in level:
-            if is_op(node, "topk"):
+            if is_op(node, "topk") or chooses_scores(node):
                 return node
         sources = dict.fromkeys(source for node in level for source in node.all_input_nodes)
         level = [source for source in sources if source not in seen]
@@ -349,6 +351,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                 _keep_in_region(result.match, region)
                 try:
                     _check_shape(result.match)
+                    check_not_quantised([*result.match.gate, *result.match.up, *result.match.down])
                     inside = _inside(result.match)
                     _check_closed(result.match, inside, order)
                     _check_region(inside, result.match.output, region, "the block")
@@ -376,23 +379,30 @@ def find_moe(graph: Graph, context: Context) -> int:
 
 
 def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node], tried: set[Node]) -> None:
-    """A top-k over a score matrix that no formulation had anything to say about is still a candidate."""
+    """A choice among scores that no formulation had anything to say about is still a candidate.
+
+    A top-k is one always; an argmax or a sort of scores where what it chose leads to a product.
+    """
     for node in graph.nodes:
-        if not is_op(node, "topk") or node in tried or node in claimed:
+        if node in tried or node in claimed or not (is_op(node, "topk") or chooses_scores(node)):
             continue
-        used = [user for user in node.users if op_name(user) == "getitem" and user.args[1] == 1 and user.users]
-        if not used or any(user in claimed for user in used) or strip_casts(node) in claimed:
+        ids = chosen_ids(node)
+        if ids is None or ids in claimed or any(user in claimed for user in ids.users):
             continue
+        if not is_op(node, "topk") and leads_to(ids, _is_matmul) is None:
+            continue
+        miss = explain_selection(node, ids)
         context.report.misses.append(
             MissRecord(
-                candidate="topk",
+                candidate=op_name(node),
                 where=user_line(node),
                 formulation="none",
                 steps_passed=0,
                 steps_total=1,
                 step="anchor",
-                reason="no matmul with expert weights was found that these ids select",
+                reason=miss.reason,
                 node=node.format_node() or node.name,
-                at=user_line(node),
+                hint=miss.hint,
+                at=user_line(miss.node),
             )
         )

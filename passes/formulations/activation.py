@@ -105,7 +105,7 @@ def _function(node: Node) -> tuple[str, Node] | None:
                 continue
             if is_op(other, "sigmoid") and _same_value(value, strip_views_casts(other.args[0])):
                 return "silu", value
-            if value is other and is_op(value, "relu"):
+            if is_op(value, "relu") and is_op(other, "relu") and value.args[0] is other.args[0]:
                 return "relu2", value.args[0]
     return None
 

@@ -7,9 +7,11 @@ from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.contraction import contraction
+from moe_compiler.passes.formulations.pairs import match_pair_index
 from moe_compiler.passes.formulations.walk import (
     arg,
     is_op,
+    is_zeros,
     require,
     same_shape,
     same_size,
@@ -31,11 +33,16 @@ _FRESH = ("empty_like", "zeros_like", "new_empty", "empty", "empty_permuted", "z
 
 
 def next_step(node: Node, what: str) -> Node:
-    """The single operator that consumes `node`, seen through views and casts."""
-    users = [user for user in users_through(node, view_or_cast) if user.op != "output"]
-    returned = len(users_through(node, view_or_cast)) - len(users)
+    """The single operator that consumes `node`, seen through views and casts; one that reads only its shape is none."""
+    found = [user for user in users_through(node, view_or_cast) if not _reads_shape(user, node)]
+    users = [user for user in found if user.op != "output"]
+    returned = len(found) - len(users)
     require(len(users) == 1 and not returned, f"{what} is used {len(users) + returned} times instead of once", node)
     return users[0]
+
+
+def _reads_shape(user: Node, node: Node) -> bool:
+    return is_op(user, "expand_as", "view_as", "reshape_as") and strip_views_casts(user.args[0]) is not node
 
 
 def match_weigh(node: Node, rows: Node, what: str = "the experts' rows") -> Node:
@@ -101,7 +108,10 @@ def _squeezed(node: Node) -> Node:
 
 
 def match_sum_over_k(node: Node, rows: Node, tokens: object, k: int) -> Node:
-    """`node` must be sum(view(rows, [T, k, H]), 1); returns it."""
+    """`node` must be sum(view(rows, [T, k, H]), 1), or zeros with the rows added at p // k; returns it."""
+    if is_op(node, "index_add", "index_add_", "scatter_add", "scatter_add_"):
+        _match_added(node, rows, tokens, k)
+        return node
     require(is_op(node, "sum"), f"the pairs are consumed by {op_name(node)}, not summed over k", node)
     source = node.args[0]
     require(isinstance(source, Node) and strip_views_casts(source) is rows, "another value is summed", node)
@@ -113,6 +123,22 @@ def match_sum_over_k(node: Node, rows: Node, tokens: object, k: int) -> Node:
     require([d % 3 for d in ([dims] if isinstance(dims, int) else dims or [])] == [1], "the sum is not over k", node)
     require(not arg(node, "keepdim"), "the sum keeps the k dimension", node)
     return node
+
+
+def _match_added(node: Node, rows: Node, tokens: object, k: int) -> None:
+    """`node` must add the rows of all pairs, in pair order, to zeros [T, H] at the pairs' tokens."""
+    base, dim, index, values = node.args[:4]
+    require(is_zeros(base), "the rows are added to something else than zeros", node)
+    require(dim == 0 and strip_views_casts(values) is rows, "other rows are added, or along another dimension", node)
+    if is_op(node, "index_add", "index_add_"):
+        require(arg(node, "alpha") == 1, "the combine scales the rows (alpha)", node)
+    else:
+        whole = is_op(index, "expand", "expand_as") and shape_of(index.args[0])[1:] == (1,)
+        require(whole, "the rows are added element by element, at other places than one a row", node)
+        index = index.args[0]
+    match_pair_index(index, k)
+    shape = shape_of(node)
+    require(len(shape) == 2 and same_size(shape[0], tokens), "the result is not [T, H]", node)
 
 
 def match_inverse(node: Node, perm: Node) -> None:

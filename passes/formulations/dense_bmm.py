@@ -6,7 +6,8 @@
 
 Running only the chosen experts is the same because the others add exactly zero: their weight is zero, it sits on the
 output, or it sits on the input of an expert without bias, for which expert(0) = 0. So the scores must be sigmoid or
-softmax of a scatter into -inf, or a scatter of weights into zeros, of one top-k; anything else is a Miss.
+softmax of a scatter into -inf, a scatter of weights into zeros, of one top-k, or weights times a one-hot encoding of
+the ids, summed over k; anything else is a Miss.
 """
 
 from __future__ import annotations
@@ -288,6 +289,9 @@ def choose(b: Bindings) -> None:
     if is_op(node, "sigmoid", "softmax", "_softmax"):
         _choose_by_score(b, node)
         return
+    if is_op(node, "sum"):
+        _choose_by_one_hot(b, node)
+        return
     require(
         is_op(node, "scatter", "scatter_", "scatter_add", "scatter_add_"),
         f"the scores come from {op_name(node)}: nothing shows that experts that were not chosen get the weight 0",
@@ -297,9 +301,49 @@ def choose(b: Bindings) -> None:
     ids, values = _scattered(node)
     require(is_zeros(node.args[0]), "the weights are scattered into something else than zeros", node)
     ids = match_choice(ids)
-    require(item_of(strip_ids(ids), 1, "topk") is not None, "the scattered weights have no top-k", node)
+    require(_are_distinct(ids), "the scattered weights have no top-k", node)
     require(not is_written(strip_ids(ids)), "the ids of the top-k are written to before they are scattered", node)
     b.bind(ids=ids, weights=match_weights(values, ids, node), router=None, logits=None)
+
+
+def _are_distinct(ids: Node) -> bool:
+    """Does a token choose an expert only once: by a top-k, by the first of a sort, or by choosing only one?"""
+    source = strip_ids(ids)
+    if shape_of(ids)[-1] == 1 or item_of(source, 1, "topk") is not None:
+        return True
+    while is_op(source, "slice"):
+        source = strip_ids(source.args[0])
+    order = item_of(source, 1, "sort") or source
+    return is_op(order, "argsort", "sort") and arg(order, "dim") in (-1, len(shape_of(order.args[0])) - 1)
+
+
+def _choose_by_one_hot(b: Bindings, scores: Node) -> None:
+    """sum over k of one_hot(ids, E) * w[..., None]: an expert that is chosen twice has both weights."""
+    dims = arg(scores, "dim") if len(scores.args) > 1 else None
+    over_k = [d % 3 for d in ([dims] if isinstance(dims, int) else dims or [])] == [1] and not arg(scores, "keepdim")
+    product = strip_casts(scores.args[0])
+    require(
+        over_k and is_op(product, "mul") and len(shape_of(product)) == 3,
+        "the scores come from a sum of something else than one-hot encodings times weights",
+        scores,
+        "the scores must be sigmoid or softmax of a top-k scattered into -inf, or weights scattered into zeros",
+    )
+    for encoding, column in (product.args[:2], product.args[1::-1]):
+        encoded = (
+            strip(encoding, lambda n: is_op(n, "to", "_to_copy", "type_as")) if isinstance(encoding, Node) else None
+        )
+        if not is_op(encoded, "one_hot") or not isinstance(column, Node):
+            continue
+        require(arg(encoded, "num_classes") == b.experts, "the encoding has another number of experts", encoded)
+        ids = match_choice(encoded.args[0])
+        fits = len(shape_of(column)) == 3 and shape_of(column)[-1] == 1
+        require(fits, "the routing weight is not one number a (token, expert) pair", product)
+        # Tokens with the sum of two weights are not what two weighted tokens give.
+        distinct = b.weight_at == "output" or (_are_distinct(ids) and not is_written(strip_ids(ids)))
+        require(distinct, "nothing shows that a token chooses an expert only once", product)
+        b.bind(ids=ids, weights=match_weights(column, ids, product), router=None, logits=None)
+        return
+    raise Miss("the summed scores are no one-hot encoding of the ids times weights", product)
 
 
 def _scattered(node: Node) -> tuple[Node, Node]:

@@ -15,6 +15,7 @@ from moe_compiler.aliasing import alias_root, aliases_argument, mutated_argument
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.walk import (
     arg,
+    dtype_of,
     elements_of,
     is_index_cast,
     is_op,
@@ -101,6 +102,7 @@ def match_choice(index: Node) -> Node:
         if column is not None:
             return column
     require(len(shape) >= 2, "the ids are not a [T, K] choice of experts", index)
+    require(not dtype_of(node).is_floating_point, "the experts are chosen by numbers that are no integers", node)
     require(shape[-1].is_Integer, "the number of experts a token is not a constant", node)
     found = pairs_matrix(index, elements_of(shape[:-1]), int(shape[-1]), lambda n: view_or_cast(n) or is_index_cast(n))
     return found if found is not None else node

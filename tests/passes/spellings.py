@@ -180,6 +180,33 @@ def batched_of_batch(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return (rows * weights.reshape(-1)[:, None]).view(-1, K, H).sum(1)
 
 
+def batched_added(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Rows in pair order that are added at their tokens."""
+    weights, ids = choose(x, logits)
+    flat, token = ids.reshape(-1), torch.arange(x.shape[0]).repeat_interleave(K)
+    gate, up = torch.bmm(b.gate_up[flat], x[token].unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    rows = torch.bmm(b.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    return torch.zeros_like(x).index_add_(0, token, rows * weights.reshape(-1, 1))
+
+
+def batched_scattered(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
+    flat, token = ids.reshape(-1), torch.arange(x.shape[0] * K) // K
+    gate, up = torch.bmm(b.gate_up[flat], x[token].unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    rows = torch.bmm(b.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1) * weights.reshape(-1)[:, None]
+    return x.new_zeros(x.shape).scatter_add(0, token[:, None].expand_as(rows), rows)
+
+
+def batched_added_at(
+    b: Block, x: Tensor, logits: Tensor, index: Callable[[Tensor], Tensor], alpha: float = 1
+) -> Tensor:
+    weights, ids = choose(x, logits)
+    flat, token = ids.reshape(-1), torch.arange(x.shape[0]).repeat_interleave(K)
+    gate, up = torch.bmm(b.gate_up[flat], x[token].unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    rows = torch.bmm(b.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
+    return torch.zeros_like(x).index_add_(0, index(token), rows, alpha=alpha)
+
+
 def _batched(
     b: Block, x: Tensor, logits: Tensor, *, repeat=None, second=None, scaled=False, ids=None, bias=False, dim=1
 ) -> Tensor:
@@ -265,6 +292,27 @@ def dense_broadcast_input(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     rows = x[None] * scores.T[:, :, None]
     gate, up = torch.matmul(rows, b.gate_up_t).split(I, dim=-1)
     return torch.matmul(F.silu(gate) * up, b.down_t).sum(0)
+
+
+def encoded_scores(x: Tensor, logits: Tensor) -> Tensor:
+    """Scores [T, E] by a one-hot encoding of the ids, as tutorials write it."""
+    weights, ids = choose(x, logits)
+    return (F.one_hot(ids, E).to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def dense_one_hot(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    gate, up = torch.matmul(x.expand(E, -1, -1), b.gate_up_t).chunk(2, dim=-1)
+    rows = torch.matmul(F.silu(gate) * up, b.down_t)
+    return (rows * encoded_scores(x, logits).T[:, :, None]).sum(0)
+
+
+def dense_sorted(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The experts by the first of a sort instead of a top-k."""
+    scores = torch.softmax(logits, dim=-1)
+    ids = torch.argsort(scores, dim=-1, descending=True)[:, :K]
+    kept = torch.zeros_like(scores).scatter(1, ids, scores.gather(1, ids))
+    gate, up = torch.einsum("th,ehi->eti", x, b.gate_up_t).chunk(2, dim=-1)
+    return torch.einsum("eth,te->th", torch.einsum("eti,eih->eth", F.silu(gate) * up, b.down_t), kept)
 
 
 def _dense(b: Block, x: Tensor, logits: Tensor, *, scores=None, bias=False, repeat=None, dim=0) -> Tensor:
@@ -368,6 +416,18 @@ def where_unbound(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return result
 
 
+def where_squared_relu(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """relu squared as a product of two."""
+    weights, ids = choose(x, logits)
+    result = torch.zeros_like(x)
+    for e in range(E):
+        token, choice = torch.where(ids == e)
+        hidden = F.linear(x[token], b.up[e])
+        rows = F.linear(F.relu(hidden) * F.relu(hidden), b.down[e])
+        result.index_add_(0, token, weights[token, choice, None] * rows)
+    return result
+
+
 def where_plain_relu(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     weights, ids = choose(x, logits)
     result = torch.zeros_like(x)
@@ -403,15 +463,24 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "clamped": batched_clamped,
         "not_gated": batched_not_gated,
         "of_batch": batched_of_batch,
+        "added": batched_added,
+        "scattered": batched_scattered,
     },
     "gather_einsum": {"bmm_sum": einsum_bmm_sum, "matmul": einsum_matmul, "transposed": einsum_transposed},
     "dense_bmm": {
         "softmax_output": dense_softmax_output,
         "scattered_weights": dense_scattered_weights,
         "broadcast_input": dense_broadcast_input,
+        "one_hot": dense_one_hot,
+        "sorted": dense_sorted,
     },
     "one_hot_loop": {"packed": one_hot_packed, "weighted_input": one_hot_weighted_input, "bool": one_hot_bool},
-    "where_loop": {"index_add": where_index_add, "unbound": where_unbound, "plain_relu": where_plain_relu},
+    "where_loop": {
+        "index_add": where_index_add,
+        "unbound": where_unbound,
+        "plain_relu": where_plain_relu,
+        "squared_relu": where_squared_relu,
+    },
 }
 
 
@@ -507,6 +576,20 @@ DAMAGED: tuple[Damaged, ...] = (
         "select",
         "clamped to",
     ),
+    Damaged(
+        "batched_mm",
+        "added_elsewhere",
+        lambda b, x, l: batched_added_at(b, x, l, lambda t: t.flip(0)),
+        "combine_pairs",
+        "does not give the token",
+    ),
+    Damaged(
+        "batched_mm",
+        "added_twice_over",
+        lambda b, x, l: batched_added_at(b, x, l, lambda t: t, alpha=2),
+        "combine_pairs",
+        "alpha",
+    ),
     Damaged("gather_einsum", "other_letter", lambda b, x, l: _einsum_square(b, x, l), "activate", "does not contract"),
     Damaged(
         "gather_einsum",
@@ -572,6 +655,13 @@ DAMAGED: tuple[Damaged, ...] = (
         lambda b, x, l: _dense(b, x, l, scores=lambda l: kept_scores(l, 1.0)),
         "choose",
         "something else than zeros",
+    ),
+    Damaged(
+        "dense_bmm",
+        "encoded_over_experts",
+        lambda b, x, l: _dense(b, x, l, scores=lambda l: encoded_scores(x, l).cumsum(1)),
+        "choose",
+        "nothing shows",
     ),
     Damaged("one_hot_loop", "missing", lambda b, x, l: _one_hot(b, x, l, experts=(0, 1, 3)), "masks", "expert 2 of 4"),
     Damaged(

@@ -225,6 +225,23 @@ def test_a_scatter_that_multiplies_is_refused():
     assert not report.matches and "reduces" in reasons(report)
 
 
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_weights_that_are_summed_for_one_expert_may_not_stand_before_it(at: str):
+    """A token that has an expert twice: E(a x + b x) is not a E(x) + b E(x), for weights on the output it is."""
+
+    def encoded(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        ids = (torch.arange(x.shape[0])[:, None] + torch.arange(K) * E) % E
+        scores = (F.one_hot(ids, E) * logits.softmax(-1).gather(1, ids).unsqueeze(-1)).sum(1)
+        rows = x[None] * scores.T[..., None] if at == "input" else x.expand(E, -1, -1)
+        gate, up = torch.bmm(rows, b.gate_up_t).chunk(2, -1)
+        rows = torch.bmm(F.silu(gate) * up, b.down_t)
+        return rows.sum(0) if at == "input" else (rows * scores.T[..., None]).sum(0)
+
+    report = agrees(Block(encoded), torch.randn(T, H))
+    assert bool(report.matches) == (at == "output")
+    assert at == "output" or "only once" in reasons(report)
+
+
 def test_ids_that_are_written_to_may_repeat_an_expert():
     def without_accumulation(b: Block, x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = choose(x, logits)
