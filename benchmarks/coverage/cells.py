@@ -46,11 +46,30 @@ def measure(experts: Experts) -> dict[str, Any]:
             continue
         start = time.perf_counter()
         try:
-            row["cells"][column] = _cell(column, built, experts, eager)
+            row["cells"][column] = _cell(column, built, experts, eager, row["cells"].get("as loaded"))
         except Exception as error:
             row["cells"][column] = _error("wrong", "wrong: ", error)
         row["cells"][column]["seconds"] = round(time.perf_counter() - start, 1)
+    _name_remedies(row)
     return row
+
+
+def _name_remedies(row: dict[str, Any]) -> None:
+    """Say in each fragment's cell what turns the class into one that can be captured; known once all cells are."""
+    cells = row["cells"]
+    for cell in cells.values():
+        if cell["status"] != "fragment" or "text" in cell:
+            continue
+        others = [column for column in COLUMNS[1:] if cells[column]["status"] == "matched"]
+        setting = next((column for column in others if column != "prepare"), None)
+        if setting:
+            remedy = f'model.set_experts_implementation("{setting}")'
+        elif others:
+            remedy = "moe_compiler.prepare(model)"
+        else:
+            remedy = f"none known; {cell['broken']}"
+        done = f"matched {cell['matched']}/{row['layers']}; " if cell["matched"] else ""
+        cell["text"] = f"{done}fragment: {remedy}"
 
 
 class _Eager:
@@ -91,7 +110,8 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _cell(column: str, built: Built, experts: Experts, eager: _Eager) -> dict[str, Any]:
+def _cell(column: str, built: Built, experts: Experts, eager: _Eager, loaded: dict[str, Any] | None) -> dict[str, Any]:
+    """One cell; `loaded` is the cell of the class as loaded, once it is measured."""
     model, inputs = copy.deepcopy(built.model), built.inputs
     changes: list[str] = []
     if column in ("grouped_mm", "batched_mm"):
@@ -106,6 +126,9 @@ def _cell(column: str, built: Built, experts: Experts, eager: _Eager) -> dict[st
             changes = [str(change) for change in prepare(model, **inputs)]
         except Exception as error:
             return _error("left", "left alone: prepare: ", error)
+        if not changes:
+            # The very same model.
+            return dict(loaded)
     try:
         with torch.no_grad():
             plain = model(**inputs)
@@ -187,12 +210,11 @@ def _described(reports: list[Any], broken: str, layers: int) -> dict[str, Any]:
         cell.update(
             status="matched", text=f"matched {done}/{layers}" + (f" in {len(reports)} graphs" if broken else "")
         )
-    elif broken and not why:
-        cell.update(status="fragment", text=f"fragment: {_remedy(broken)}")
+    elif broken:
+        cell.update(status="fragment")  # its text comes when the other cells are known
     else:
         part = f"matched {done}/{layers}; " if done else ""
-        kind = "part" if done else "fragment" if broken else "left"
-        cell.update(status=kind, text=f"{part}left alone: {why or 'no candidate'}")
+        cell.update(status="part" if done else "left", text=f"{part}left alone: {why or 'no candidate'}")
     return cell
 
 
@@ -201,14 +223,9 @@ def _why(matches: list[Any], misses: list[Any], notes: list[str]) -> str:
     alone = [match.left_alone for match in matches if match.left_alone]
     if alone:
         return alone[0]
-    tried = [miss for miss in misses if miss.formulation != "none"]
-    if tried:
-        return max(tried, key=lambda miss: miss.steps_passed / miss.steps_total).reason
+    if misses:
+        return max(misses, key=lambda miss: (miss.formulation != "none", miss.steps_passed / miss.steps_total)).reason
     return next((note for note in notes if note.startswith("not captured")), "")
-
-
-def _remedy(broken: str) -> str:
-    return 'set_experts_implementation("grouped_mm")' if "nonzero" in broken else "moe_compiler.prepare(model)"
 
 
 def _match(match: Any) -> dict[str, Any]:

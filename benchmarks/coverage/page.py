@@ -99,22 +99,22 @@ def _who(classes: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{', '.join(names)} ({columns})" for columns, names in by_columns.items())
 
 
+_MISS = ("reason", "formulation", "step", "passed", "line", "hint")
+_CAPTURE = "compile the part with the experts by itself, or switch off in the configuration what the sentence names"
+
+
 def _misses(data: Mapping[str, Any]) -> Iterator[str]:
     """Every miss of a cell that is not matched in every layer, grouped by reason."""
 
     def found() -> Iterator[tuple[Any, str, str]]:
         for name, column, cell in _cells(data):
-            if cell["status"] in ("left", "part", "wrong", "fragment"):
-                for miss in cell.get("misses", ()):
-                    key = (
-                        miss["reason"],
-                        miss["formulation"],
-                        miss["step"],
-                        miss["passed"],
-                        miss["line"],
-                        miss["hint"],
-                    )
-                    yield key, name, column
+            if cell["status"] not in ("left", "part", "wrong", "fragment"):
+                continue
+            for miss in cell.get("misses", ()):
+                yield tuple(miss[part] for part in _MISS), name, column
+            for note in cell.get("notes", ()):
+                if note.startswith("not captured"):
+                    yield (note, "none", "capture", "0", "", _CAPTURE), name, column
 
     groups = _grouped(found())
     by_reason: dict[str, list[tuple[Any, dict[str, list[str]]]]] = {}
@@ -126,7 +126,8 @@ def _misses(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"### {_text(reason)}"
         yield ""
         for (_, formulation, step, passed, line, hint), classes in items:
-            yield f"- `{line}`: nearest formulation {formulation}, failed at step `{step}` ({passed} steps)"
+            place = f"`{line}`: " if line else ""
+            yield f"- {place}nearest formulation {formulation}, failed at step `{step}` ({passed} steps)"
             yield f"  - remedy: {_text(hint) or _usual(formulation)}"
             yield f"  - {_who(classes)}"
         yield ""
