@@ -65,6 +65,14 @@ def test_a_loop_that_no_graph_holds_is_a_fragment_with_a_remedy(classes, monkeyp
     assert "modeling_dbrx.py" in cell["broken"]
 
 
+def test_an_error_of_ours_is_no_graph_break():
+    from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+
+    assert cells._is_break(Unsupported("a loop over nonzero"))
+    assert not cells._is_break(BackendCompilerFailed(lambda: None, ValueError("ours"), None))
+    assert not cells._is_break(ValueError("the model's"))
+
+
 def test_remedies_are_those_that_were_seen_to_work():
     broken = {"status": "fragment", "broken": "why", "matched": 0}
     left = {"status": "left", "text": "left alone"}

@@ -180,7 +180,10 @@ def _compiled(model: nn.Module, inputs: dict[str, Any], layers: int) -> dict[str
 
 
 def _is_break(error: Exception) -> bool:
-    return type(error).__module__.startswith("torch._dynamo") or "GuardOnDataDependent" in type(error).__name__
+    """Could Dynamo not make one graph? An error of ours comes as BackendCompilerFailed, which is none."""
+    kind = type(error)
+    of_dynamo = kind.__module__.startswith("torch._dynamo") and kind.__name__ != "BackendCompilerFailed"
+    return of_dynamo or "GuardOnDataDependent" in kind.__name__
 
 
 def _break_text(error: Exception) -> str:
