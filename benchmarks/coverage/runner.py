@@ -16,6 +16,8 @@ __all__ = ["run"]
 
 # What a class's process imports once for all.
 PRELOAD = ["torch._dynamo", "transformers.modeling_utils", "moe_compiler.backend", "benchmarks.coverage.cells"]
+# Seconds that a process has for ending by itself once it has answered.
+END_S = 10.0
 
 
 def _child(experts: Experts, pipe: Connection, log: str) -> None:
@@ -47,6 +49,7 @@ def run(experts: Experts, limit: float, logs: Path) -> dict[str, Any]:
     try:
         if receiver.poll(limit):
             row = receiver.recv()
+            process.join(END_S)
         else:
             row["not built"] = f"took more than {limit:.0f} s"
     except EOFError:
