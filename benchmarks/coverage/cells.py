@@ -192,7 +192,8 @@ def _break_text(error: Exception) -> str:
     where = [line for line in lines if line.startswith("File ") and "/torch/" not in line]
     place = where[-1].removeprefix("File ").replace('"', "") if where else ""
     place = place.partition("site-packages/")[2] or place
-    return lines[0] + (f" at {place}" if place else "") if lines else type(error).__name__
+    said = lines[0].removeprefix("Consider annotating your code using torch._check*(). ") if lines else ""
+    return (said or type(error).__name__) + (f" at {place}" if place else "")
 
 
 def _described(reports: list[Any], broken: str, layers: int) -> dict[str, Any]:
