@@ -76,12 +76,13 @@ def test_an_error_of_ours_is_no_graph_break():
 def test_remedies_are_those_that_were_seen_to_work():
     broken = {"status": "fragment", "broken": "why", "matched": 0}
     left = {"status": "left", "text": "left alone"}
-    matched = {"status": "matched", "text": "matched 2/2"}
+    matched, none = {"status": "matched", "text": "matched 2/2"}, {"status": "none", "text": "-"}
     for others, remedy in (
         ((matched, left, left), 'model.set_experts_implementation("grouped_mm")'),
         ((left, matched, matched), 'model.set_experts_implementation("batched_mm")'),
         ((left, left, matched), "moe_compiler.prepare(model)"),
-        ((left, left, left), "none known; why"),
+        ((left, left, left), 'model.set_experts_implementation("grouped_mm") makes it one graph; see there'),
+        ((none, none, left), "none known; why"),
     ):
         row = {"layers": 2, "cells": dict(zip(cells.COLUMNS, (dict(broken), *others), strict=True))}
         cells._name_remedies(row)

@@ -43,6 +43,12 @@ def version() -> str:
     return digest.hexdigest()[:16]
 
 
+def as_text(data: dict[str, Any]) -> str:
+    """The data as JSON, a line a row."""
+    head = json.dumps({key: value for key, value in data.items() if key != "rows"})
+    return head[:-1] + ', "rows": [\n' + ",\n".join(json.dumps(row) for row in data["rows"]) + "\n]}\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--only", nargs="*", default=[], metavar="NAME", help="folders or classes; others keep their rows")
@@ -68,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows[experts.name] = {**row, "version": now, "commit": stamp}
             ordered = [rows[each.name] for each in classes if each.name in rows]
             data = {"environment": environment("cpu"), "columns": list(COLUMNS), "rows": ordered}
-            arguments.out.write_text(json.dumps(data, indent=1) + "\n")
+            arguments.out.write_text(as_text(data))
             cells = row.get("cells", {})
             print(experts.name, row.get("not built") or " | ".join(cells[c]["text"] for c in COLUMNS), flush=True)
     data = json.loads(arguments.out.read_text())

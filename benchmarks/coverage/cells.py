@@ -6,7 +6,7 @@ import copy
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -60,12 +60,16 @@ def _name_remedies(row: dict[str, Any]) -> None:
     for cell in cells.values():
         if cell["status"] != "fragment" or "text" in cell:
             continue
-        others = [column for column in COLUMNS[1:] if cells[column]["status"] == "matched"]
-        setting = next((column for column in others if column != "prepare"), None)
-        if setting:
-            remedy = f'model.set_experts_implementation("{setting}")'
-        elif others:
+        became = {column: other["status"] for column, other in cells.items()}
+        settings = [column for column in COLUMNS if column not in ("as loaded", "prepare")]
+        matched = [column for column in settings if became.get(column) == "matched"]
+        captured = [column for column in settings if became.get(column) in ("part", "left")]
+        if matched:
+            remedy = f'model.set_experts_implementation("{matched[0]}")'
+        elif became.get("prepare") == "matched":
             remedy = "moe_compiler.prepare(model)"
+        elif captured:
+            remedy = f'model.set_experts_implementation("{captured[0]}") makes it one graph; see there'
         else:
             remedy = f"none known; {cell['broken']}"
         done = f"matched {cell['matched']}/{row['layers']}; " if cell["matched"] else ""
@@ -203,8 +207,8 @@ def _described(reports: list[Any], broken: str, layers: int) -> dict[str, Any]:
     done = sum(match.count for match in matches if not match.left_alone)
     cell: dict[str, Any] = {
         "matched": done,
-        "matches": [_match(match) for match in matches],
-        "misses": [_miss(miss) for miss in misses],
+        "matches": _folded(_match(match) for match in matches),
+        "misses": _folded(_miss(miss) for miss in misses),
         "broken": broken,
         "notes": list(dict.fromkeys(notes)),
         "graphs": len(reports),
@@ -230,6 +234,16 @@ def _why(matches: list[Any], misses: list[Any], notes: list[str]) -> str:
     if misses:
         return max(misses, key=lambda miss: (miss.formulation != "none", miss.steps_passed / miss.steps_total)).reason
     return next((note for note in notes if note.startswith("not captured")), "")
+
+
+def _folded(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records that differ in nothing but their count become one."""
+    folded: dict[str, dict[str, Any]] = {}
+    for record in records:
+        key = repr({name: value for name, value in record.items() if name != "count"})
+        seen = folded.setdefault(key, {**record, "count": 0})
+        seen["count"] += record["count"]
+    return list(folded.values())
 
 
 def _match(match: Any) -> dict[str, Any]:
