@@ -217,6 +217,8 @@ class Match:
     expert weights as nodes in the layouts of `moepdl::experts`; `transposed` names those lists whose nodes hold
     [.., in, out] and need a transposed view.
     output: the node whose value the block computes, [T, H]. inner: nodes that belong to the block alone.
+    per_pair: x holds one row a (token, expert) pair and so does the output, in the order of ids, which has any shape;
+    the weights (none here) are applied behind the block. Our operator then sees S tokens of one expert each.
     """
 
     formulation: str
@@ -230,6 +232,7 @@ class Match:
     output: Node
     anchor: Node
     transposed: frozenset[str] = frozenset()
+    per_pair: bool = False
     sizes: dict[str, sympy.Expr] = field(default_factory=dict)
     router: RouterSpec | None = None
     logits: Node | None = None

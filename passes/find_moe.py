@@ -233,6 +233,8 @@ def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object,
     Values of the router that are used elsewhere (scores that the model returns, an auxiliary loss) stay where they
     are, beside the raised router: only its weights and ids are replaced.
     """
+    if match.per_pair:
+        match.router_miss = Miss("the weights are applied behind the block, to rows that are normalised first")
     if match.router is not None or match.weights_TK is None:
         return
     try:
@@ -284,7 +286,7 @@ def _sizes(match: Match) -> None:
     match.sizes = {
         "T": tokens,
         "E": experts,
-        "k": shape_of(match.ids_TK)[-1],
+        "k": sympy.Integer(1) if match.per_pair else shape_of(match.ids_TK)[-1],
         "H": hidden,
         "I": down[-2] if "down" in match.transposed else down[-1],
     }

@@ -90,15 +90,21 @@ class _Raising:
 
     def block(self, match: Match) -> None:
         """Insert moepdl::experts before the block's output, which it replaces."""
+        weights: Node | None
         if match.router is not None:
             weights, ids = self.router(match)
         else:
-            assert match.weights_TK is not None
-            weights, ids = self.now(match.weights_TK), self.now(match.ids_TK)
+            assert match.weights_TK is not None or match.per_pair
+            weights = self.now(match.weights_TK) if match.weights_TK is not None else None
+            ids = self.now(match.ids_TK)
         spec = match.spec
         output, x, weight_at = match.output, self.now(match.x_TH), spec.weight_at
         with self.graph.inserting_before(output):
-            ids, weights = _pairs(ids), _pairs(weights)
+            if weights is None:
+                ids = insert(output, _aten.reshape.default, (ids, [-1, 1]))
+                weights = insert(output, _aten.ones_like.default, (ids,), {"dtype": spec.compute_dtype})
+            else:
+                ids, weights = _pairs(ids), _pairs(weights)
             if weight_at == "input" and x.meta["val"].dtype != spec.compute_dtype:
                 # One expert a token (the finder saw to it): weight the tokens here, in the dtype that the source used.
                 x = insert(output, _aten.mul.Tensor, (x, weights))

@@ -136,12 +136,15 @@ def experts_spec(activation: Activation, matmul: Node, output: Node, weight_at: 
     )
 
 
-def check_sizes(x: Node, ids: Node, weights: Node | None) -> None:
+def check_sizes(x: Node, ids: Node, weights: Node | None, per_pair: bool = False) -> None:
     """x [T, H], ids [T, K] and weights [T, K] must agree on T and K for every T.
 
-    ids and weights may have more dimensions in front: raising flattens those.
+    ids and weights may have more dimensions in front: raising flattens those. per_pair: x has a row for each id.
     """
     require(len(shape_of(x)) == 2, "the tokens are not a [T, H] matrix", x)
+    if per_pair:
+        require(same_size(shape_of(x)[0], elements_of(shape_of(ids))), "ids and rows differ in their number", ids)
+        return
     tokens, k = elements_of(shape_of(ids)[:-1]), shape_of(ids)[-1]
     require(same_size(shape_of(x)[0], tokens), "ids and tokens differ in their number of rows", ids)
     if weights is not None:

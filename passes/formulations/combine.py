@@ -25,7 +25,15 @@ from moe_compiler.passes.formulations.walk import (
     without_units,
 )
 
-__all__ = ["match_inverse", "match_sum_over_k", "match_weigh", "match_weighted_sum", "next_step"]
+__all__ = [
+    "match_inverse",
+    "match_sum_over_k",
+    "match_weigh",
+    "match_weighted_sum",
+    "next_step",
+    "row_norm",
+    "squeezed",
+]
 
 
 # Memory of the inverse's own; torch.export writes empty_like as empty_permuted.
@@ -43,6 +51,27 @@ def next_step(node: Node, what: str) -> Node:
 
 def _reads_shape(user: Node, node: Node) -> bool:
     return is_op(user, "expand_as", "view_as", "reshape_as") and strip_views_casts(user.args[0]) is not node
+
+
+# What a norm over a row is made of, up to the operator that tells that it is one.
+_NORM_PARTS = ("mul", "add", "pow", "square", "mean", "sub", "var_mean")
+_NORMS = ("rsqrt", "rms_norm", "_fused_rms_norm", "layer_norm", "native_layer_norm", "linalg_vector_norm")
+
+
+def row_norm(rows: Node, depth: int = 8) -> Node | None:
+    """The norm that the experts' rows go through, one by one, before they are weighted and summed; None without one.
+
+    It is no part of the block: the block then ends with the rows themselves (`Match.per_pair`).
+    """
+    level, seen = [rows], {rows}
+    for _ in range(depth):
+        users = dict.fromkeys(user for node in level for user in node.users if user not in seen)
+        found = next((user for user in users if is_op(user, *_NORMS)), None)
+        if found is not None:
+            return found
+        level = [user for user in users if view_or_cast(user) or is_op(user, *_NORM_PARTS)]
+        seen.update(level)
+    return None
 
 
 def match_weigh(node: Node, rows: Node, what: str = "the experts' rows") -> Node:
@@ -89,7 +118,7 @@ def match_weighted_sum(rows: Node, tokens: sympy.Expr, k: int) -> tuple[Node, No
     result = "".join(letter for letter in found.out_letters if letter not in units)
     require(kept == t + j and len(weight_letters) == len(shape_of(weight)), "the routing weights are not [T, k]", step)
     require(result == t + h, f"the product sums to {result or 'a number'}, not over k", step)
-    return weight, step, _squeezed(step)
+    return weight, step, squeezed(step)
 
 
 def _untransposed(node: Node) -> Node:
@@ -97,7 +126,7 @@ def _untransposed(node: Node) -> Node:
     return strip_views_casts(node.args[0]) if swaps_last_two(node) else node
 
 
-def _squeezed(node: Node) -> Node:
+def squeezed(node: Node) -> Node:
     """The node, or the view of it that drops its dimensions of size 1: the block's result is [T, H]."""
     while len(shape_of(node)) > 2 and len(node.users) == 1:
         user = next(iter(node.users))

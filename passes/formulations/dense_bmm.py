@@ -168,7 +168,9 @@ def anchors(graph: Graph) -> list[Node]:
         product = _packed_product(node)
         if product is not None and fed_by(product.rows, first):
             found.append(node)
-        elif _first(node) is not None:
+        # It may be both: a batch [B, S, H] times a plain matrix reads as B matrices for S rows, and what it feeds as a
+        # down projection. The steps tell them apart.
+        if _first(node) is not None:
             first.add(node)
     return found
 

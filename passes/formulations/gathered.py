@@ -28,12 +28,14 @@ from moe_compiler.passes.formulations.walk import (
     elements_of,
     is_cast,
     is_op,
+    matrix_behind,
     require,
     same_shape,
     same_value,
     shape_of,
     strip_ids,
     swaps_last_two,
+    view_or_cast,
 )
 
 __all__ = ["activate", "combine_pairs", "dispatch", "down", "finish", "last_products", "select"]
@@ -192,13 +194,32 @@ def _tokens(b: Bindings, product: Product) -> Node:
 
 def combine_pairs(b: Bindings) -> None:
     """The pairs' rows are weighted and summed over the K of each token."""
+    norm = combine.row_norm(b.anchor)
+    b.bind(per_pair=norm is not None)
+    if norm is not None:
+        _end_with_rows(b, norm)
+        return
     weight, product, output = combine.match_weighted_sum(b.anchor, b.tokens, b.k)
     b.bind(weights=match_weights(weight, b.ids, product), output=trailing_cast(output))
 
 
+def _end_with_rows(b: Bindings, norm: Node) -> None:
+    """The block ends with the pairs' rows, which are normalised before they are weighted."""
+    pairs = (b.tokens * b.k, shape_of(b.x)[-1])
+    rows = {matrix_behind(product.rows, pairs, view_or_cast) for product, _ in b.first.values()}
+    source, output = next(iter(rows)), combine.squeezed(b.anchor)
+    made = (*pairs[:1], shape_of(output)[-1])
+    require(
+        len(rows) == 1 and source is not None and same_shape(shape_of(output), made),
+        "the experts' rows are normalised before they are weighted, and are no [pairs, hidden] matrix",
+        norm,
+    )
+    b.bind(x=source, weights=None, output=output)
+
+
 def finish(b: Bindings, formulation: str) -> Match:
     """The Match of a block with gathered weights."""
-    check_sizes(b.x, b.ids, b.weights)
+    check_sizes(b.x, b.ids, b.weights, per_pair=b.per_pair)
     gate, up = split_by_activation(b.activation, lambda source: b.first[source][1].packed)
     read = {**b.first, b.anchor: (b.down, b.down_gather)}
     sources = {"gate": b.activation.gate.source, "down": b.anchor}
@@ -215,6 +236,7 @@ def finish(b: Bindings, formulation: str) -> Match:
         up=up,
         down=(b.down_gather.packed,),
         transposed=frozenset(transposed),
+        per_pair=b.per_pair,
         output=b.output,
         anchor=b.anchor,
     )

@@ -230,6 +230,11 @@ def _weights_at_pairs(b: Bindings, node: Node) -> Node:
 
 
 def weigh(b: Bindings) -> None:
+    norm = combine.row_norm(b.second)
+    b.bind(per_pair=norm is not None)
+    if norm is not None:
+        _end_with_rows(b, norm)
+        return
     step = _next(b.second)
     if is_op(step, "index"):
         combine.match_inverse(step.args[1][0], b.perm)
@@ -241,6 +246,18 @@ def weigh(b: Bindings) -> None:
         weight = combine.match_weigh(step, _behind(step, b.second))
         b.bind(weights=_weights_at_pairs(b, strip_views_casts(weight)), home=False)
     b.bind(weighted=step)
+
+
+def _end_with_rows(b: Bindings, norm: Node) -> None:
+    """The block ends with the sorted rows, which are normalised before they are weighted: x and ids in their order."""
+    sorted_ids = next((n for n in b.sort.users if item_of(n, 0, "sort") is b.sort), None)
+    require(
+        sorted_ids is not None,
+        "the rows are normalised before they are weighted, and nothing holds the sorted ids",
+        norm,
+        "sort the ids with torch.sort, and use both of its results",
+    )
+    b.bind(x=b.rows, ids=sorted_ids, weights=None, output=b.second)
 
 
 def _behind(step: Node, rows: Node) -> Node:
@@ -259,6 +276,8 @@ def _next(node: Node) -> Node:
 
 
 def home(b: Bindings) -> None:
+    if b.per_pair:
+        return
     step = _next(b.weighted)
     tokens = elements_of(shape_of(b.ids)[:-1])
     if not b.home and is_op(step, "index_add", "index_add_", "scatter_add", "scatter_add_"):
@@ -292,7 +311,7 @@ def home(b: Bindings) -> None:
 
 def finish(b: Bindings) -> Match:
     _check_masks(b)
-    check_sizes(b.x, b.ids, b.weights)
+    check_sizes(b.x, b.ids, b.weights, per_pair=b.per_pair)
     gate, up = split_by_activation(b.activation, lambda matmul: _weight(b, matmul, "gate and up"))
     return Match(
         formulation="grouped_mm",
@@ -304,6 +323,7 @@ def finish(b: Bindings) -> Match:
         up=up,
         down=(b.second.args[1],),
         transposed=frozenset({"gate", "up", "down"}),
+        per_pair=b.per_pair,
         output=b.output,
         anchor=b.anchor,
     )

@@ -26,6 +26,7 @@ from moe_compiler.passes.formulations.walk import (
     same_size,
     shape_of,
     strip_ids,
+    strip_views,
     strip_views_casts,
     view_or_cast,
     view_or_widening,
@@ -148,9 +149,24 @@ def in_range(ids: Node, experts: int, depth: int = 16) -> bool:
         return False
     if is_op(node, *_ZEROS):
         return True
+    if is_op(node, "masked_fill"):
+        return _filled_in_range(node, experts, depth)
     if op_name(node) == "getitem" and isinstance(source, Node) and is_op(source, *_KEEPS_VALUES):
         return (node.args[1] == 0 or not is_op(source, "sort", "mode")) and in_range(source, experts, depth - 1)
     return is_op(node, *_KEEPS_VALUES) and isinstance(source, Node) and in_range(source, experts, depth - 1)
+
+
+def _filled_in_range(node: Node, experts: int, depth: int) -> bool:
+    """masked_fill(ids, ids == E, v), and with ids >= E: a choice that stands for no expert becomes expert v."""
+    ids, mask, value = strip_ids(node.args[0]), node.args[1], node.args[2]
+    if not (isinstance(value, int) and 0 <= value < experts):
+        return False
+    if in_range(ids, experts, depth - 1):
+        return True
+    mask = strip_views(mask) if isinstance(mask, Node) else mask
+    if not is_op(mask, "eq", "ge") or strip_ids(mask.args[0]) is not ids or mask.args[1] != experts:
+        return False
+    return in_range(ids, experts + 1 if is_op(mask, "eq") else 2**31, depth - 1)
 
 
 _CHOOSES = ("topk", "sort", "max", "min", "kthvalue", "mode")
