@@ -23,7 +23,7 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.contraction import Product, match_product
-from moe_compiler.passes.formulations.pairs import is_written, match_weights, token_rows
+from moe_compiler.passes.formulations.pairs import are_distinct, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
@@ -36,13 +36,25 @@ from moe_compiler.passes.formulations.walk import (
     same_shape,
     shape_of,
     strip_casts,
-    strip_ids,
     strip_views,
     strip_views_casts,
     swaps_last_two,
 )
 
-__all__ = ["Pick", "accumulate", "complete", "compute", "finish", "picks_of_mask", "reordered", "weigh"]
+__all__ = [
+    "Pick",
+    "accumulate",
+    "collect",
+    "complete",
+    "compute",
+    "feeds_where",
+    "finish",
+    "linear",
+    "picks_of_mask",
+    "reordered",
+    "stored",
+    "weigh",
+]
 
 _WHERE = ("where", "nonzero_numpy")
 _ADDS = ("index_add", "index_add_", "index_put", "index_put_")
@@ -207,11 +219,8 @@ def _check_place(b: Bindings, pick: Pick) -> None:
 
 def _check_once(b: Bindings, node: Node) -> None:
     """Rows written without accumulation keep one of two that a token adds: no token may choose an expert twice."""
-    topk = item_of(strip_ids(b.ids), 1, "topk")
-    distinct = topk is not None and arg(topk, "dim") in (-1, len(shape_of(topk.args[0])) - 1)
-    distinct = distinct and not is_written(strip_ids(b.ids))
     require(
-        distinct or shape_of(b.ids)[-1] == 1,
+        are_distinct(b.ids),
         "rows are written without accumulation, and nothing shows that a token chooses an expert only once",
         node,
         "take the ids from a top-k, or add the rows with index_add",
@@ -286,10 +295,10 @@ def compute(b: Bindings) -> None:
     kinds: dict[tuple[object, ...], int] = {}
     for pick in b.picks:
         assert pick.rows is not None
-        pick.down = _linear(strip_views_casts(pick.rows), f"down (expert {pick.expert})")
+        pick.down = linear(strip_views_casts(pick.rows), f"down (expert {pick.expert})")
         activation = pick.activation = match_activation(pick.down.rows)
         halves = [half.source for half in (activation.gate, activation.up) if half is not None]
-        pick.first = tuple(_linear(source, f"gate and up (expert {pick.expert})") for source in halves)
+        pick.first = tuple(linear(source, f"gate and up (expert {pick.expert})") for source in halves)
         for product in pick.first:
             x, weight = _tokens(b, pick, product)
             tokens.setdefault(x)
@@ -311,13 +320,13 @@ def _kind(pick: Pick) -> tuple[object, ...]:
     """What must be equal for all experts of one block."""
     assert pick.activation is not None and pick.down is not None
     packed = pick.activation.gate.part is not None
-    shapes = tuple(shape_of(_stored(p)[0]) for p in (*pick.first, pick.down))
+    shapes = tuple(shape_of(stored(p)[0]) for p in (*pick.first, pick.down))
     dtypes = tuple(dtype_of(product.node) for product in (*pick.first, pick.down))
-    orientation = tuple(_stored(product)[1] for product in (*pick.first, pick.down))
+    orientation = tuple(stored(product)[1] for product in (*pick.first, pick.down))
     return pick.activation.name, pick.activation.up is not None, packed, orientation, shapes, dtypes
 
 
-def _linear(node: Node, what: str) -> Product:
+def linear(node: Node, what: str) -> Product:
     """`node` as rows [n, in] times one expert's matrix."""
     return match_product(node, lambda operand: _is_matrix(node, operand), what)
 
@@ -326,7 +335,7 @@ def _is_matrix(node: Node, operand: Node) -> bool:
     return len(shape_of(operand)) == 2 and operand is (node.args[1][1] if is_op(node, "einsum") else node.args[1])
 
 
-def _stored(product: Product) -> tuple[Node, bool]:
+def stored(product: Product) -> tuple[Node, bool]:
     """(matrix, is it [in, out]) of an expert's product, behind casts and a transpose."""
     node = strip_casts(product.weight)
     if swaps_last_two(node):
@@ -371,7 +380,7 @@ def _slice_of(node: Node) -> tuple[Node, int] | None:
     return None
 
 
-def _collect(matrices: list[Node]) -> tuple[Node, ...]:
+def collect(matrices: list[Node]) -> tuple[Node, ...]:
     """One packed tensor when the matrices are all its slices in order, else one node an expert."""
     slices = [_slice_of(matrix) for matrix in matrices]
     if all(found is not None and found == (slices[0][0], e) for e, found in enumerate(slices)):
@@ -384,14 +393,14 @@ def _collect(matrices: list[Node]) -> tuple[Node, ...]:
 def finish(b: Bindings, formulation: str) -> Match:
     """The Match of an unrolled loop: E separate matrices a projection, or the packed tensor that they are slices of."""
     check_sizes(b.x, b.ids, b.weights)
-    first = [[_stored(pick.first[i]) for pick in b.picks] for i in range(len(b.picks[0].first))]
-    down = [_stored(pick.down) for pick in b.picks]
+    first = [[stored(pick.first[i]) for pick in b.picks] for i in range(len(b.picks[0].first))]
+    down = [stored(pick.down) for pick in b.picks]
     packed = b.activation.gate.part is not None
-    gate = _collect([matrix for matrix, _ in first[0]])
-    up = () if packed or b.activation.up is None else _collect([matrix for matrix, _ in first[1]])
+    gate = collect([matrix for matrix, _ in first[0]])
+    up = () if packed or b.activation.up is None else collect([matrix for matrix, _ in first[1]])
     columns = {"gate": first[0], "down": down} | ({"up": first[1]} if up else {})
     transposed = {role for role, column in columns.items() if column[0][1]}
-    downs = _collect([matrix for matrix, _ in down])
+    downs = collect([matrix for matrix, _ in down])
     # A list of tensors is one kind: all packed, or all one an expert.
     if len({len(found) for found in (gate, up, downs) if found}) > 1:
         gate, downs = tuple(m for m, _ in first[0]), tuple(m for m, _ in down)

@@ -31,6 +31,7 @@ from moe_compiler.passes.formulations.walk import (
 )
 
 __all__ = [
+    "are_distinct",
     "in_range",
     "is_counting",
     "is_written",
@@ -171,6 +172,16 @@ def is_written(node: Node) -> bool:
                 seen.add(user)
                 pending.append(user)
     return False
+
+
+def are_distinct(ids: Node) -> bool:
+    """Is it known that no token chooses an expert twice: one choice a token, or a top-k that nobody wrote into?"""
+    if shape_of(ids)[-1] == 1:
+        return True
+    source = strip_ids(ids)
+    topk = item_of(source, 1, "topk")
+    along = topk is not None and arg(topk, "dim") in (-1, len(shape_of(topk.args[0])) - 1)
+    return along and not is_written(source)
 
 
 def match_weights(weight: Node, ids: Node, node: Node) -> Node:

@@ -7,12 +7,25 @@ from moe_compiler.passes.formulations.batched_mm import BATCHED_MM
 from moe_compiler.passes.formulations.dense_bmm import DENSE_BMM
 from moe_compiler.passes.formulations.gather_einsum import GATHER_EINSUM
 from moe_compiler.passes.formulations.grouped_mm import GROUPED_MM
+from moe_compiler.passes.formulations.grouped_scatter import GROUPED_SCATTER
+from moe_compiler.passes.formulations.grouped_top1 import GROUPED_TOP1
 from moe_compiler.passes.formulations.one_hot_loop import ONE_HOT_LOOP
+from moe_compiler.passes.formulations.split_linear import SPLIT_LINEAR
 from moe_compiler.passes.formulations.where_loop import WHERE_LOOP
 
 __all__ = ["FORMULATIONS", "formulation_names"]
 
-FORMULATIONS: tuple[Formulation, ...] = (GROUPED_MM, BATCHED_MM, GATHER_EINSUM, DENSE_BMM, ONE_HOT_LOOP, WHERE_LOOP)
+FORMULATIONS: tuple[Formulation, ...] = (
+    GROUPED_MM,
+    GROUPED_SCATTER,
+    GROUPED_TOP1,
+    BATCHED_MM,
+    GATHER_EINSUM,
+    DENSE_BMM,
+    SPLIT_LINEAR,
+    ONE_HOT_LOOP,
+    WHERE_LOOP,
+)
 
 
 def formulation_names() -> tuple[str, ...]:

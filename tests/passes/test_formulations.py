@@ -14,16 +14,20 @@ from moe_compiler.passes.formulations.registry import FORMULATIONS, formulation_
 from moe_compiler.report import Report
 from moe_compiler.testing import capture_graph, examples, run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
-from tests.passes.spellings import DAMAGED, SPELLINGS, Block, Damaged, E, H, I, K, _batched, choose
+from tests.passes import spellings, spellings_sorted
+from tests.passes.spellings import Block, Damaged, E, H, I, K, _batched, choose
 
 CAPTURE = ("canonicalize", "find_moe", "raise_moe")
 NAMES = formulation_names()
+SPELLINGS = {**spellings.SPELLINGS, **spellings_sorted.SPELLINGS}
+DAMAGED = spellings.DAMAGED
+# torch's grouped matmul computes in bf16 alone when compiled for a CPU.
+BF16_ALONE = ("grouped_mm", "grouped_scatter", "grouped_top1")
 ALL_SPELLINGS = [(name, key) for name, spellings in SPELLINGS.items() for key in spellings]
 
 
 def dtype_for(name: str) -> torch.dtype:
-    """torch's grouped matmul computes in bf16 alone."""
-    return torch.bfloat16 if name == "grouped_mm" else torch.float32
+    return torch.bfloat16 if name in BF16_ALONE else torch.float32
 
 
 def small(name: str, dtype: torch.dtype | None = None):
@@ -72,7 +76,7 @@ def test_an_example_matches_its_own_formulation_once_and_no_other(name, dynamic)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_agrees_forward_and_backward(name, dtype):
-    if dtype == torch.float32 and name == "grouped_mm":
+    if dtype == torch.float32 and name in BF16_ALONE:
         pytest.skip("torch's grouped matmul computes in bf16 alone")
     example = small(name, dtype)
     report = raised_agrees(example.module, *example.inputs(37))
@@ -101,7 +105,7 @@ def test_a_spelling_matches_with_symbolic_sizes(name, key):
     assert found(report) == [name] and not report.misses
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "grouped_mm"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in BF16_ALONE])
 def test_autocast_says_in_which_dtype_the_experts_compute(name):
     module = block(name)
     report = raised_agrees(
@@ -111,7 +115,8 @@ def test_autocast_says_in_which_dtype_the_experts_compute(name):
 
 
 def test_no_formulation_is_without_three_ways_of_writing_it():
-    assert set(SPELLINGS) == set(NAMES) == {damaged.formulation for damaged in DAMAGED} - {"none"}
+    damaged = (*DAMAGED, *spellings_sorted.DAMAGED)
+    assert set(SPELLINGS) == set(NAMES) == {copy.formulation for copy in damaged} - {"none"}
     assert all(len(spellings) >= 2 for spellings in SPELLINGS.values())  # and the example itself
     assert all(formulation.summary and formulation.steps for formulation in FORMULATIONS)
 
@@ -183,7 +188,7 @@ def test_blocks_that_follow_one_another_directly_are_all_raised(name):
     raised = [node for node in after.graph.nodes if str(node.target) == "moepdl.experts.default"]
     assert len(raised) == 2
     assert sum(node.op == "call_function" for node in after.graph.nodes) < 20
-    if name != "grouped_mm":  # in bf16 the second router may choose other experts than eager's, rightly
+    if name not in BF16_ALONE:  # in bf16 the second router may choose other experts than eager's, rightly
         assert found(raised_agrees(module, tokens(name, 11))) == [name, name]
 
 

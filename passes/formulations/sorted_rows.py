@@ -1,0 +1,359 @@
+"""One row a (token, expert) pair, sorted by expert: what brings tokens into that order, and the results home.
+
+Shared by the formulations that sort the ids and differ in what multiplies the rows and how they come home:
+    perm = argsort(flat ids); x[perm // k] -> (w[perm] *) -> W1 -> act (* w[perm]) -> W2 -> (* w[perm])
+    added at perm // k, or brought back to pair order (inverse permutation) and summed over k
+The products are read by `grouped_products`. A routing weight in the middle of an expert is one on its output, since
+the down projection is linear.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from moe_compiler.moe_ir import Match, Miss, op_name
+from moe_compiler.passes.formulations import combine
+from moe_compiler.passes.formulations.activation import match_activation
+from moe_compiler.passes.formulations.base import (
+    Bindings,
+    check_sizes,
+    check_weighted_input,
+    experts_spec,
+    trailing_cast,
+)
+from moe_compiler.passes.formulations.counts import match_counts, match_offsets
+from moe_compiler.passes.formulations.grouped_products import Grouped, feeding, read_grouped, same_groups
+from moe_compiler.passes.formulations.pairs import match_choice, match_pair_index, match_pair_rows, match_weights, token_rows
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    dtype_of,
+    elements_of,
+    is_op,
+    is_zeros,
+    require,
+    same_shape,
+    same_size,
+    same_value,
+    shape_of,
+    strip,
+    strip_casts,
+    strip_ids,
+    strip_views,
+    strip_views_casts,
+    users_through,
+    view_or_cast,
+)
+
+__all__ = [
+    "activate",
+    "added_home",
+    "count",
+    "dispatch",
+    "finish",
+    "gathered_home",
+    "row_index",
+    "rows_at",
+    "sort",
+    "weigh",
+]
+
+
+def rows_at(node: Node) -> tuple[Node, Node] | None:
+    """(source, index) when `node` is source[index] along the first dimension, in any spelling; else None."""
+    if is_op(node, "index"):
+        indices = node.args[1]
+        return (node.args[0], indices[0]) if len(indices) == 1 and isinstance(indices[0], Node) else None  # type: ignore[return-value]
+    if is_op(node, "index_select"):
+        return (node.args[0], node.args[2]) if arg(node, "dim") == 0 else None  # type: ignore[return-value]
+    if is_op(node, "gather", "take_along_dim"):
+        index = node.args[2] if is_op(node, "gather") else node.args[1]
+        column = row_index(index)  # type: ignore[arg-type]
+        return (node.args[0], column) if arg(node, "dim") == 0 and column is not None else None  # type: ignore[return-value]
+    return None
+
+
+def row_index(index: Node) -> Node | None:
+    """The index [S] of whole rows behind one that names every element [S, H]: index[:, None].expand(-1, H)."""
+    if len(shape_of(index)) == 1:
+        return index
+    if is_op(index, "expand", "expand_as", "broadcast_to", "repeat", "tile"):
+        source = index.args[0]
+        inner, full = shape_of(source), shape_of(index)
+        if len(inner) == len(full) == 2 and inner[1] == 1 and same_size(inner[0], full[0]):
+            return source  # type: ignore[return-value]
+    return None
+
+
+def _scaled(node: Node) -> tuple[Node, Node] | None:
+    """(rows, column) when `node` multiplies rows [S, H] by one number each, [S, 1]; None for another product.
+
+    S is not compared: the sizes of a split that come from the data sum to it without saying so.
+    """
+    if not is_op(node, "mul") or not all(isinstance(operand, Node) for operand in node.args[:2]):
+        return None
+    for rows, column in (node.args[:2], node.args[1::-1]):
+        own, full = shape_of(column), shape_of(rows)  # type: ignore[arg-type]
+        if len(own) == len(full) >= 2 and own[-1] == 1 != full[-1] and (own[0] != 1 or full[0] == 1):
+            return rows, column  # type: ignore[return-value]
+    return None
+
+
+# Steps
+
+
+def dispatch(b: Bindings) -> None:
+    """The first products' rows are gathered tokens, weighted or not."""
+    down = read_grouped(b.anchor)
+    require(down is not None, "the grouped matmul has a bias, no offsets, or other than packed matrices", b.anchor)
+    assert down is not None
+    first = feeding(down.rows)
+    require(bool(first), "no other grouped matmul feeds the down projection", b.anchor)
+    read = [(product.rows, *_unscaled(product.rows)) for product in first]
+    whole, rows, scaled = next((found for found in read if rows_at(found[1]) is not None), read[0])
+    b.bind(down=down, first_rows=whole, weight_at="", weights=None)
+    if scaled is not None:
+        b.bind(input_weight=scaled[1], weighted_rows=strip_casts(scaled[0]))
+    gathered = rows_at(rows)
+    require(gathered is not None, f"the rows come from {op_name(rows)}, not from a gather of tokens", rows)
+    assert gathered is not None
+    b.bind(source=gathered[0], token=strip_ids(gathered[1]), rows=rows)
+
+
+def _unscaled(node: Node) -> tuple[Node, tuple[Node, Node] | None]:
+    """(the rows without a weight of their own, what `_scaled` says of them)."""
+    rows = strip_views_casts(node)
+    scaled = _scaled(rows)
+    return (rows, None) if scaled is None else (strip_views_casts(scaled[0]), scaled)
+
+
+def sort(b: Bindings) -> None:
+    """The gather's index is the token of each pair, in the order of an ascending sort of the flat ids."""
+    token = b.token
+    perm, k, of_pairs = token, 1, False
+    if is_op(token, "floor_divide") or (is_op(token, "div") and arg(token, "rounding_mode") in ("floor", "trunc")):
+        require(isinstance(token.args[1], int), "the token index is not perm // k", token)
+        perm, k = strip_ids(token.args[0]), token.args[1]
+    elif (found := rows_at(token)) is not None:
+        pair, perm = found[0], strip_ids(found[1])
+        of_pairs = True
+    order = _sorting(perm)
+    ids = match_choice(order.args[0])
+    require(len(shape_of(order.args[0])) == 1, "the ids are not sorted as one list", order)
+    own = int(shape_of(ids)[-1])
+    if of_pairs:
+        match_pair_index(pair, own)
+        k = own
+    in_pair_order = token is perm and k == 1
+    if not in_pair_order:
+        require(own == k, f"perm // {k}, but {own} experts a token", ids)
+    tokens = elements_of(shape_of(ids)[:-1])
+    b.bind(perm=perm, order=order, ids=ids, k=own, tokens=tokens)
+    source = b.source
+    if in_pair_order:
+        scaled = _scaled(strip_views_casts(source))
+        if scaled is not None:
+            require("input_weight" not in b.roles, "the rows are weighted twice", source)
+            _take(b, match_weights(scaled[1], ids, source), "input", source)
+            b.bind(weighted_rows=strip_casts(scaled[0]))
+            source = scaled[0]
+        b.bind(x=token_rows(source, tokens, b.rows) if own == 1 else match_pair_rows(source, tokens, own))
+    else:
+        b.bind(x=token_rows(source, tokens, b.rows))
+
+
+def _sorting(perm: Node) -> Node:
+    """The ascending sort whose permutation `perm` is."""
+    if op_name(perm) == "getitem" and perm.args[1] == 1 and is_op(perm.args[0], "sort"):
+        order = perm.args[0]
+    else:
+        require(is_op(perm, "argsort"), f"the permutation comes from {op_name(perm)}, not from a sort of the ids", perm)
+        order = perm
+    assert isinstance(order, Node)
+    require(not arg(order, "descending"), "the ids are sorted in descending order", order)
+    return order
+
+
+def count(b: Bindings) -> None:
+    """The rows are split by the counts of those ids."""
+    groups = b.down.groups
+    experts = match_offsets(groups, b.ids, b.order) if isinstance(groups, Node) else _sizes(b, groups)
+    b.bind(experts=experts)
+    _check_experts(b, b.down)
+
+
+def _check_experts(b: Bindings, product: Grouped) -> None:
+    require(product.experts == b.experts, f"{b.experts} counts but {product.experts} matrices", product.node)
+    require(same_groups(product, b.down), "the products split their rows differently", product.node)
+
+
+def _sizes(b: Bindings, sizes: tuple[object, ...]) -> int:
+    """The sizes of a split must be the counts, read one after the other."""
+    counts: Node | None = None
+    for expert, size in enumerate(sizes):
+        if not isinstance(size, Node):
+            raise Miss("the rows are split into constant sizes", b.anchor)
+        item = size.args[0] if is_op(size, "item", "_local_scalar_dense") else None
+        require(isinstance(item, Node), f"the sizes of the split come from {op_name(size)}, not from counts", size)
+        assert isinstance(item, Node)
+        if is_op(item, "select"):
+            source, dim, place = item.args[0], item.args[1], item.args[2]
+        elif op_name(item) == "getitem" and is_op(item.args[0], "unbind"):
+            source, dim, place = item.args[0].args[0], arg(item.args[0], "dim"), item.args[1]  # type: ignore[union-attr]
+        else:
+            raise Miss(f"the sizes of the split come from {op_name(item)}, not from counts", item)
+        require(dim == 0 and place == expert, f"part {expert} of the rows has the size of expert {place}", item)
+        require(counts is None or counts is source, "the sizes of the split come from different counts", item)
+        counts = source  # type: ignore[assignment]
+    require(counts is not None, "the rows are split into no parts", b.anchor)
+    assert counts is not None
+    return match_counts(counts, b.ids, b.order)
+
+
+def activate(b: Bindings) -> None:
+    """The last product's rows are act(gate) * up, or act(gate), of products of the first rows.
+
+    Weights that multiply the input or the middle of an expert must be the routing weights of the sorted pairs.
+    """
+    middle = _scaled(strip_views_casts(b.down.rows))
+    activation = match_activation(middle[0] if middle is not None else b.down.rows)
+    first = []
+    for half in (activation.gate, activation.up):
+        if half is None:
+            continue
+        product = read_grouped(half.source)
+        if product is None:
+            raise Miss(f"{op_name(half.source)} is no product of rows with their expert's matrix", half.source)
+        require(same_value(product.rows, b.first_rows), "gate and up read different rows", product.node)
+        _check_experts(b, product)
+        first.append(product)
+    b.bind(activation=activation, first=tuple(first))
+    if "weighted_rows" in b.roles:
+        check_weighted_input(b.weighted_rows, dtype_of(first[0].matmul), b.k)
+    if "input_weight" in b.roles:
+        _take(b, _sorted_weights(b, b.input_weight), "input", b.rows)
+    if middle is not None:
+        _take(b, _sorted_weights(b, middle[1]), "output", b.anchor)
+
+
+def _take(b: Bindings, weights: Node, at: str, where: Node) -> None:
+    require(not b.weight_at, "the rows are weighted twice", where)
+    b.bind(weights=weights, weight_at=at)
+
+
+def _sorted_weights(b: Bindings, column: Node) -> Node:
+    """The [T, k] weights behind w[perm]."""
+    node = strip_views_casts(column)
+    gathered = rows_at(node)
+    require(gathered is not None, f"the routing weights come from {op_name(node)}, not from w[perm]", node)
+    assert gathered is not None
+    at_perm = same_value(strip_ids(gathered[1]), b.perm)
+    require(at_perm, "the routing weights are gathered by another index than perm", node)
+    return match_weights(gathered[0], b.ids, node)
+
+
+def _consumer(node: Node, what: str) -> Node:
+    """The single consumer of rows, seen through views and casts; one that reads only their shape is none."""
+    users: list[Node] = []
+    for user in users_through(node, view_or_cast):
+        only_shape = is_op(user, "expand_as", "view_as", "reshape_as") and strip_views_casts(user.args[0]) is not node
+        if not only_shape:
+            users.append(user)
+    require(len(users) == 1, f"{what} are used {len(users)} times instead of once", node)
+    return users[0]
+
+
+def weigh(b: Bindings) -> None:
+    """The last products are weighted, unless the rows were weighted before or will be in pair order."""
+    step = _consumer(b.anchor, "the experts' rows")
+    rows = b.anchor
+    if not b.weight_at and is_op(step, "mul"):
+        rows = step
+        _take(b, _sorted_weights(b, _weight(step, b.anchor)), "output", step)
+    elif not b.weight_at and rows_at(step) is None:
+        raise Miss(f"the experts' rows are consumed by {op_name(step)}, not multiplied by the routing weights", step)
+    b.bind(result=rows)
+
+
+def _weight(product: Node, rows: Node) -> Node:
+    """The column that a product multiplies `rows` with."""
+    scaled = _scaled(product)
+    own = scaled is not None and strip_views_casts(scaled[0]) is rows
+    require(own, "the rows are not multiplied by one number each", product)
+    assert scaled is not None
+    return scaled[1]
+
+
+def added_home(b: Bindings) -> None:
+    """The rows are added at their tokens to zeros, or to a tensor of the model's own."""
+    require(bool(b.weight_at), "the rows are never weighted", b.result)
+    step = _consumer(b.result, "the weighted rows")
+    adds = is_op(step, "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_")
+    require(adds, f"the rows are consumed by {op_name(step)}, not added at their tokens", step)
+    base = step.args[0]
+    if is_op(step, "index_put", "index_put_"):
+        require(arg(step, "accumulate"), "rows of one token overwrite one another (no accumulation)", step)
+        indices, dim, values = step.args[1], 0, step.args[2]
+        index = indices[0] if len(indices) == 1 else None
+    else:
+        dim, index, values = step.args[1], step.args[2], step.args[3]
+        scaled = is_op(step, "index_add", "index_add_") and arg(step, "alpha") != 1
+        require(not scaled, "the combine scales the rows (alpha)", step)
+    column = row_index(index) if isinstance(index, Node) else None
+    at_token = dim == 0 and column is not None and _is_token(b, column)
+    require(at_token, "the rows are added at another index than their tokens", step)
+    require(isinstance(values, Node) and strip_views_casts(values) is b.result, "other rows are added", step)
+    shape = shape_of(step)
+    require(len(shape) == 2 and same_size(shape[0], b.tokens), "the result is not [T, H]", step)
+    require(isinstance(base, Node) and dtype_of(base) == dtype_of(step), "the result changes its dtype", step)
+    require(is_zeros(strip_views(base)), f"the rows are added to {op_name(base)}, not to zeros", step)
+    b.bind(output=trailing_cast(step))
+
+
+def _is_token(b: Bindings, index: Node) -> bool:
+    return same_value(strip_ids(index), b.token)
+
+
+def gathered_home(b: Bindings) -> None:
+    """The rows are brought back to pair order, weighted there if they were not before, and summed over k."""
+    step = _consumer(b.result, "the rows")
+    gathered = rows_at(step)
+    require(gathered is not None, f"the rows are consumed by {op_name(step)}, not brought back to pair order", step)
+    assert gathered is not None
+    combine.match_inverse(gathered[1], b.perm)
+    single = b.k == 1 and len(shape_of(step)) == 2
+    if not b.weight_at and single and is_op(last := _consumer(step, "the experts' rows"), "mul"):
+        _take(b, match_weights(_weight(last, step), b.ids, last), "output", last)
+        output = last
+    elif not b.weight_at:
+        weight, product, output = combine.match_weighted_sum(step, b.tokens, b.k)
+        _take(b, match_weights(weight, b.ids, product), "output", product)
+    elif single:
+        output = step
+    else:
+        output = combine.match_sum_over_k(_consumer(step, "the weighted rows"), step, b.tokens, b.k)
+    b.bind(output=trailing_cast(output))
+
+
+def finish(b: Bindings, formulation: str) -> Match:
+    """The Match of a block of sorted rows."""
+    check_sizes(b.x, b.ids, b.weights)
+    packed = b.activation.gate.part is not None
+    up: Grouped | None = None if packed or b.activation.up is None else b.first[1]
+    roles = {"gate": b.first[0], "down": b.down} | ({"up": up} if up is not None else {})
+    weights = {role: product.weights for role, product in roles.items()}
+    if len({len(found) for found in weights.values()}) > 1:
+        # A list of tensors is one kind: all packed, or all one an expert.
+        weights = {role: product.matrices for role, product in roles.items()}
+    return Match(
+        formulation=formulation,
+        spec=experts_spec(b.activation, b.down.matmul, b.output, b.weight_at),
+        x_TH=b.x,
+        ids_TK=b.ids,
+        weights_TK=b.weights,
+        gate=weights["gate"],
+        up=weights.get("up", ()),
+        down=weights["down"],
+        transposed=frozenset(role for role, product in roles.items() if product.transposed),
+        output=b.output,
+        anchor=b.anchor,
+    )

@@ -1,0 +1,111 @@
+"""Rows sorted by expert, in the ways that differ from transformers': which step refuses what, and how ids are counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_compiler.passes.formulations.registry import formulation_names
+from moe_compiler.report import Report
+from moe_compiler.testing import run_passes
+from tests.passes.numerics import raised_agrees
+from tests.passes.spellings import Block, Damaged, E, H, K, choose
+from tests.passes.spellings_sorted import BF16, COUNTS, DAMAGED, grouped, rows_of
+
+CAPTURE = ("canonicalize", "find_moe", "raise_moe")
+
+
+def only(name: str) -> dict[str, object]:
+    return {"disable": [other for other in formulation_names() if other != name]}
+
+
+def tokens(count: int = 5) -> Tensor:
+    return torch.randn(count, H, dtype=BF16)
+
+
+def refused(module: torch.nn.Module, x: Tensor, name: str = "") -> str:
+    _, report = run_passes(module, CAPTURE, x, options=only(name) if name else {})
+    assert not report.matches
+    return "; ".join(f"{miss.step}: {miss.reason}" for miss in report.misses)
+
+
+def found(report: Report) -> list[str]:
+    return [match.formulation for match in report.matches]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=lambda d: f"{d.formulation}-{d.name}")
+def test_a_damaged_copy_never_matches_and_its_own_formulation_names_the_step(damaged: Damaged):
+    """The formulations that sort rows share steps: with all of them on, the nearest may be another one."""
+    module, x = Block(damaged.spelling, damaged.dtype), torch.randn(5, H, dtype=damaged.dtype)
+    assert refused(module, x)
+    _, report = run_passes(module, CAPTURE, x, options=only(damaged.formulation))
+    (miss,) = report.misses
+    assert not report.matches and (miss.formulation, miss.step) == (damaged.formulation, damaged.step)
+    assert damaged.words in miss.reason and miss.steps_passed < miss.steps_total
+    assert "spellings" in miss.where
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: counts.__name__)
+def test_every_way_to_count_the_ids_is_one(counts):
+    module = Block(lambda b, x, l: grouped(b, x, l, counts=counts), BF16)
+    for dynamic in (None, True):
+        _, report = run_passes(module, CAPTURE, tokens(), dynamic=dynamic)
+        assert found(report) == ["grouped_scatter"] and not report.misses
+
+
+def with_ids(ids_of) -> Block:
+    """Grouped matmuls over ids that are made of the top-k's."""
+
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        ids = ids_of(ids)
+        offsets = torch.cumsum(torch.zeros_like(logits).scatter(1, ids, 1.0).sum(0), 0, dtype=torch.int32)
+        perm = torch.argsort(ids.flatten(), stable=True)
+        gate, up = torch._grouped_mm(x[perm // K], b.gate_up.mT, offs=offsets).chunk(2, -1)
+        rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets) * weights.flatten()[perm][:, None]
+        return torch.zeros_like(x).scatter_add(0, rows_of(perm // K), rows)
+
+    return Block(spelling, BF16)
+
+
+def test_a_map_counts_only_choices_that_are_distinct():
+    assert "chooses it only once" in refused(with_ids(lambda ids: ids // 2), tokens(), "grouped_scatter")
+    assert "chooses it only once" in refused(with_ids(lambda ids: (ids + 1) % E), tokens(), "grouped_scatter")
+
+
+def test_ids_of_an_unknown_range_would_shift_the_sorted_rows():
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        return grouped(b, x, logits, counts=lambda ids, logits: torch.histc(ids.float(), E, 0, E))
+
+    class Wide(torch.nn.Module):
+        """A router over more experts than there are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(spelling, BF16)
+            self.router = torch.nn.Parameter(torch.randn(E + 1, H, dtype=BF16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block.spelling(self.block, x, F.linear(x, self.router))
+
+    assert "count: nothing shows that the ids lie in 0..3" in refused(Wide(), tokens(), "grouped_scatter")
+
+
+def test_a_weight_on_the_input_and_one_on_the_output_are_two():
+    def twice(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        def add(x: Tensor, token: Tensor, rows: Tensor) -> Tensor:
+            return torch.zeros_like(x).index_add(0, token, rows * scale[:, None])
+
+        weights, ids = choose(x, logits)
+        scale = weights.flatten()[ids.flatten().argsort(stable=True)]
+        return grouped(b, x, logits, at="before", add=add)
+
+    assert "added_home: the rows are consumed by mul" in refused(Block(twice, BF16), tokens(), "grouped_scatter")
+
+
+def test_a_routing_weight_in_the_middle_is_one_on_the_output():
+    module = Block(lambda b, x, l: grouped(b, x, l, at="middle"), BF16)
+    report = raised_agrees(module, tokens(37))
+    assert found(report) == ["grouped_scatter"] and report.matches[0].attributes["weight_at"] == "output"
