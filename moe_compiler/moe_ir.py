@@ -185,7 +185,9 @@ class Match:
     flattens. weights_TK is None where the source has only dense scores [T, E]: then `router` and `logits` are bound,
     and the router makes the weights. gate, up, down: expert weights as nodes in the layouts of
     `moepdl::experts`; `transposed` names those lists whose nodes hold [.., in, out] and need a transposed view.
-    output: the node whose value the block computes, [T, H]. inner: nodes that belong to the block alone.
+    output: the node whose value the block computes, [T, H]. base: a tensor of the model's own [T, H] to which the
+    experts' rows are added in the output, None where they are added to zeros. inner: nodes that belong to the block
+    alone.
     """
 
     formulation: str
@@ -198,6 +200,7 @@ class Match:
     down: tuple[Node, ...]
     output: Node
     anchor: Node
+    base: Node | None = None
     transposed: frozenset[str] = frozenset()
     sizes: dict[str, sympy.Expr] = field(default_factory=dict)
     router: RouterSpec | None = None

@@ -32,8 +32,7 @@ __all__ = ["find_moe"]
 
 def _operands(match: Match) -> list[Node]:
     found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
-    if match.weights_TK is not None:
-        found.append(match.weights_TK)
+    found += [node for node in (match.weights_TK, match.base) if node is not None]
     return found
 
 

@@ -97,7 +97,10 @@ class _Raising:
                 lists.append([_cast(n, spec.compute_dtype) for n in oriented])
             attributes = (spec.activation, spec.gated, weight_at, spec.dtype)
             raised = insert(output, torch.ops.moepdl.experts.default, (x, ids, weights, *lists, *attributes))
-            self.replace(output, _shaped_like(raised, output))
+            result = _shaped_like(raised, output)
+            if match.base is not None:
+                result = insert(output, _aten.add.Tensor, (self.now(match.base), result))
+            self.replace(output, result)
 
 
 def _pairs(node: Node) -> Node:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
-from moe_compiler.passes.formulations.pairs import are_distinct, in_range, is_counting
+from moe_compiler.passes.formulations.pairs import are_distinct, in_range, is_counting, match_choice
 from moe_compiler.passes.formulations.walk import (
     arg,
     is_op,
@@ -22,10 +22,11 @@ from moe_compiler.passes.formulations.walk import (
     shape_of,
     strip,
     strip_ids,
+    swaps_last_two,
     view_or_cast,
 )
 
-__all__ = ["choice_map", "is_integer_cast", "match_counts", "match_offsets"]
+__all__ = ["choice_map", "is_integer_cast", "map_choice", "match_counts", "match_offsets"]
 
 # Every number of an expert, and every count, is exact in these.
 _NUMBERS = (torch.int32, torch.int64, torch.float32, torch.float64)
@@ -131,6 +132,9 @@ def _summed(counts: Node, ids: Node) -> None:
         dims = arg(node, "dim") if _has_dim(node) else None
         dims = [dims] if isinstance(dims, int) else dims
         over = {d % rank for d in dims} if dims else set(range(rank))
+        turned = _behind(source, truth=True)  # type: ignore[arg-type]
+        if rank == 2 and swaps_last_two(turned):
+            source, over = turned.args[0], {1 - d for d in over}
         require(rank - 1 not in over, "the encoding of the ids is summed over the experts", node)
         node = _behind(source)
         last = shape_of(node)[-1:]
@@ -155,6 +159,17 @@ def _is_one_hot(node: Node, ids: Node) -> bool:
             if is_counting(flat) and len(shape_of(flat)) == 1 and column and strip_ids(chosen) is strip_ids(ids):
                 return True
     return False
+
+
+def map_choice(node: Node) -> Node:
+    """The ids [T, K] whose map `node` [T, E] is, whatever it holds: the index of the scatter behind it."""
+    behind = _behind(node, truth=True)
+    if is_op(behind, "sum", "any", "amax"):
+        behind = _behind(behind.args[0], truth=True)  # type: ignore[arg-type]
+    index = behind.args[2] if is_op(behind, "scatter") else behind.args[0] if is_op(behind, "one_hot") else None
+    if not isinstance(index, Node):
+        raise Miss(f"{op_name(behind)} does not make a map of the choices", behind)
+    return match_choice(index)
 
 
 def choice_map(node: Node, ids: Node) -> None:

@@ -241,8 +241,10 @@ def _take(b: Bindings, weights: Node, at: str, where: Node) -> None:
 
 
 def _sorted_weights(b: Bindings, column: Node) -> Node:
-    """The [T, k] weights behind w[perm]."""
+    """The [T, k] weights behind w[perm], or however else the formulation brings weights into the rows' order."""
     node = strip_views_casts(column)
+    if "weights_of" in b.roles:
+        return b.weights_of(b, node)  # type: ignore[no-any-return]
     gathered = rows_at(node)
     require(gathered is not None, f"the routing weights come from {op_name(node)}, not from w[perm]", node)
     assert gathered is not None
@@ -305,8 +307,10 @@ def added_home(b: Bindings) -> None:
     shape = shape_of(step)
     require(len(shape) == 2 and same_size(shape[0], b.tokens), "the result is not [T, H]", step)
     require(isinstance(base, Node) and dtype_of(base) == dtype_of(step), "the result changes its dtype", step)
-    require(is_zeros(strip_views(base)), f"the rows are added to {op_name(base)}, not to zeros", step)
-    b.bind(output=trailing_cast(step))
+    if is_zeros(strip_views(base)):
+        b.bind(output=trailing_cast(step), base=None)
+    else:
+        b.bind(output=step, base=base)
 
 
 def _is_token(b: Bindings, index: Node) -> bool:
@@ -355,5 +359,6 @@ def finish(b: Bindings, formulation: str) -> Match:
         down=weights["down"],
         transposed=frozenset(role for role, product in roles.items() if product.transposed),
         output=b.output,
+        base=b.roles.get("base"),
         anchor=b.anchor,
     )

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from tests.passes.spellings import Block, Damaged, E, H, I, K, Spelling, choose
 
 BF16 = torch.bfloat16
-FORMULATIONS = ("grouped_scatter", "grouped_top1", "split_linear")
-
 
 def choose_wide(logits: Tensor, k: int = K) -> tuple[Tensor, Tensor]:
     """Scores in fp32, as torchtitan keeps them."""
@@ -163,6 +161,11 @@ def token_of_pair(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     )  # fmt: skip
 
 
+def onto_shared_expert(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The older torchtitan adds the rows to the shared expert's result."""
+    return grouped(b, x, logits, add=lambda x, token, rows: b.shared(x).scatter_add_(0, rows_of(token), rows))
+
+
 def packed_gate_up(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     scores, ids = choose_wide(logits)
     offsets = by_comparison(ids, logits).cumsum(dim=0).to(dtype=torch.int32)
@@ -283,6 +286,59 @@ def split_transposed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter_add(0, token[:, None].expand(-1, H), rows)
 
 
+# routing_map
+
+
+def transposed(chosen: Tensor) -> Tensor:
+    return chosen.T.contiguous()
+
+
+def mapped(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    *,
+    chosen_of: Callable[[Tensor, Tensor], Tensor] = lambda ids, logits: torch.zeros_like(logits).int().scatter(
+        1, ids, 1
+    ).bool(),
+    number_of: Callable[[Tensor], Tensor] = lambda x: torch.arange(x.shape[0])[None].expand(E, -1),
+    turn: Callable[[Tensor], Tensor] = transposed,
+    mask_of_weights: Callable[[Tensor], Tensor] = transposed,
+    counted: Callable[[Tensor], Tensor] = lambda chosen: chosen.sum(0),
+    probs_of: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda logits, ids, w: torch.zeros_like(
+        logits, dtype=w.dtype
+    ).scatter(1, ids, w),
+    act: Callable[[Tensor], Tensor] | None = None,
+    add: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda x, t, rows: torch.zeros_like(x).index_add(0, t, rows),
+) -> Tensor:
+    weights, ids = choose(x, logits)
+    chosen = chosen_of(ids, logits)
+    token = number_of(x).masked_select(turn(chosen))
+    probs = probs_of(logits, ids, weights).T.contiguous().masked_select(mask_of_weights(chosen))
+    sizes = counted(chosen).tolist()
+    hidden = parts(x[token], sizes, b.gate_up)
+    gate, up = hidden.chunk(2, -1)
+    rows = parts(F.silu(gate) * up if act is None else act(hidden), sizes, b.down)
+    return add(x, token, rows * probs[:, None])
+
+
+def mapped_one_hot(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The map as a sum of one-hot encodings, gate and up apart, a repeated row of numbers."""
+    weights, ids = choose(x, logits)
+    turned = F.one_hot(ids, num_classes=E).sum(dim=1).bool().transpose(0, 1).contiguous()
+    token = torch.masked_select(torch.arange(x.shape[0]).unsqueeze(0).repeat(E, 1), turned)
+    sizes = turned.sum(-1).tolist()
+    rows = torch.index_select(x, 0, token)
+    pieces = rows.split(sizes)
+    gate = torch.cat([F.linear(piece, b.gate[e]) for e, piece in enumerate(pieces)])
+    up = torch.cat([F.linear(piece, b.up[e]) for e, piece in enumerate(pieces)])
+    pieces = (F.silu(gate) * up).split(sizes)
+    rows = torch.cat([piece @ b.down_t[e] for e, piece in enumerate(pieces)])
+    dense = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter_(1, ids, weights)
+    rows = rows * dense.t().masked_select(turned).unsqueeze(-1)
+    return x.new_zeros(x.shape).scatter_add(0, token.unsqueeze(1).expand(-1, H), rows)
+
+
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "grouped_scatter": {
         "before": scores_before,
@@ -290,13 +346,15 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "gathered": gathered_tokens,
         "token_of_pair": token_of_pair,
         "packed": packed_gate_up,
+        "onto_shared": onto_shared_expert,
     },
     "grouped_top1": {
-        "written_back": top1_written_back,
         "sorted_weights": top1_sorted_weights,
+        "written_back": top1_written_back,
         "after": lambda b, x, l: top1(b, x, l, after=True),
     },
     "split_linear": {"modules": split_modules, "transposed": split_transposed},
+    "routing_map": {"after": mapped, "one_hot": mapped_one_hot},
 }
 
 
@@ -316,6 +374,10 @@ def _split(name: str, step: str, words: str, **changed: Any) -> Damaged:
     return Damaged("split_linear", name, lambda b, x, l: split(b, x, l, **changed), step, words)
 
 
+def _map(name: str, step: str, words: str, **changed: Any) -> Damaged:
+    return Damaged("routing_map", name, lambda b, x, l: mapped(b, x, l, **changed), step, words)
+
+
 def attend(hidden: Tensor) -> Tensor:
     """JetMoE's attention experts: routed projections with attention, not an activation, between them."""
     return (hidden[:, :I] @ hidden[:, I:].t()).softmax(-1) @ hidden[:, I:]
@@ -333,7 +395,11 @@ DAMAGED: tuple[Damaged, ...] = (
     _scatter("other_ids", "count", "not of the sorted ids", counts=_twice),
     _scatter(
         "map_of_others", "count", "another choice",
-        counts=lambda ids, logits: torch.zeros_like(logits).scatter(1, E - 1 - ids, 1.0).sum(0),
+        counts=lambda ids, logits: torch.zeros_like(logits, dtype=torch.float32).scatter(1, E - 1 - ids, 1.0).sum(0),
+    ),
+    _scatter(
+        "map_in_bf16", "count", "counted in torch.bfloat16",
+        counts=lambda ids, logits: torch.zeros_like(logits).scatter(1, ids, 1.0).sum(0),
     ),
     _scatter(
         "histogram_too_wide", "count", "not one for each id",
@@ -393,5 +459,28 @@ DAMAGED: tuple[Damaged, ...] = (
         "overwrites", "added_home", "overwrite one another",
         add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
     ),
-    _split("from_x", "added_home", "not to zeros", add=lambda x, token, rows: x.clone().index_add(0, token, rows)),
+    _split(
+        "onto_its_result", "added_home", "another index",
+        add=lambda x, token, rows: torch.zeros_like(x).index_add(0, (token + 1) % x.shape[0], rows),
+    ),
+    _map("no_numbers", "select", "numbers of tokens", number_of=lambda x: torch.arange(E * x.shape[0]).view(E, -1) % 5),
+    _map(
+        "tokens_first", "select", "numbers of tokens",
+        number_of=lambda x: torch.arange(x.shape[0])[:, None].expand(-1, E), turn=lambda chosen: chosen,
+    ),
+    _map("of_twos", "select", "does not hold ones", chosen_of=lambda ids, l: torch.zeros_like(l).scatter(1, ids, 2).bool()),
+    _map("other_counts", "count", "does not make a map", counted=lambda chosen: (~chosen).sum(0)),
+    _map("no_up", "activate", "not an activation", act=lambda hidden: hidden[:, :I].tanh()),
+    _map("other_map", "weigh", "another map", mask_of_weights=lambda chosen: chosen.flip(1).T.contiguous()),
+    _map(
+        "other_ids", "weigh", "at other ids",
+        probs_of=lambda logits, ids, w: torch.zeros_like(logits).scatter(1, E - 1 - ids, w),
+    ),
+    _map(
+        "into_ones", "weigh", "into zeros", probs_of=lambda logits, ids, w: torch.ones_like(logits).scatter(1, ids, w)
+    ),
+    _map(
+        "overwrites", "added_home", "overwrite one another",
+        add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
+    ),
 )  # fmt: skip

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_compiler.backend import last_reports
 from moe_compiler.passes.formulations.registry import formulation_names
 from moe_compiler.report import Report
 from moe_compiler.testing import run_passes
-from tests.passes.numerics import raised_agrees
+from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.spellings import Block, Damaged, E, H, K, choose
 from tests.passes.spellings_sorted import BF16, COUNTS, DAMAGED, grouped, rows_of
 
@@ -61,7 +62,7 @@ def with_ids(ids_of) -> Block:
     def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = choose(x, logits)
         ids = ids_of(ids)
-        offsets = torch.cumsum(torch.zeros_like(logits).scatter(1, ids, 1.0).sum(0), 0, dtype=torch.int32)
+        offsets = torch.cumsum(torch.zeros_like(logits).bool().scatter(1, ids, True).sum(0), 0, dtype=torch.int32)
         perm = torch.argsort(ids.flatten(), stable=True)
         gate, up = torch._grouped_mm(x[perm // K], b.gate_up.mT, offs=offsets).chunk(2, -1)
         rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets) * weights.flatten()[perm][:, None]
@@ -109,3 +110,28 @@ def test_a_routing_weight_in_the_middle_is_one_on_the_output():
     module = Block(lambda b, x, l: grouped(b, x, l, at="middle"), BF16)
     report = raised_agrees(module, tokens(37))
     assert found(report) == ["grouped_scatter"] and report.matches[0].attributes["weight_at"] == "output"
+
+
+def test_rows_that_are_added_to_an_input_in_place_leave_it_to_the_model():
+    """The caller's tensor is written: raised, it would not be."""
+
+    class InPlace(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(lambda b, x, l: None, BF16)
+
+        def forward(self, x: Tensor, out: Tensor) -> Tensor:
+            logits = F.linear(x, self.block.router)
+            return grouped(
+                self.block, x, logits, add=lambda x, token, rows: out.scatter_add_(0, rows_of(token), rows)
+            )
+
+    module, x, ours = InPlace(), tokens(), tokens()
+    eager = ours.clone()
+    with torch.no_grad():
+        y = compile_eager(module)(x, ours)
+        expected = module(x, eager)
+    (miss,) = last_reports()[-1].misses
+    assert "closed" == miss.step and "not the block's" in miss.reason
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(ours, eager)
