@@ -23,7 +23,7 @@ from moe_compiler.passes.formulations.walk import (
     strip_views_casts,
 )
 
-__all__ = ["Grouped", "feeding", "is_grouped_mm", "last_grouped", "last_parts", "read_grouped", "read_parts", "same_groups"]
+__all__ = ["Grouped", "feeding", "is_grouped_mm", "last_grouped", "last_parts", "part_of", "read_grouped", "read_parts", "same_groups"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_grouped(node: Node) -> Grouped | None:
     return Grouped(node, node, rows, (weight,), (), True, offs)  # type: ignore[arg-type]
 
 
-def _part_of(node: Node) -> tuple[Node, int] | None:
+def part_of(node: Node) -> tuple[Node, int] | None:
     """(split, e) when `node` is part e of a split of the rows by sizes."""
     node = strip_views_casts(node)
     if op_name(node) != "getitem" or node.op != "call_function":
@@ -100,7 +100,7 @@ def read_parts(node: Node) -> Grouped | None:
             product = linear(strip_views_casts(part), "expert")  # type: ignore[arg-type]
         except Miss:
             return None
-        found = _part_of(product.rows)
+        found = part_of(product.rows)
         if found is None or found[1] != expert or (split is not None and found[0] is not split):
             return None
         if product.rows_letters[-1:] != product.contracted:

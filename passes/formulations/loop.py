@@ -49,6 +49,7 @@ __all__ = [
     "compute",
     "feeds_where",
     "finish",
+    "kind",
     "linear",
     "picks_of_mask",
     "reordered",
@@ -304,7 +305,7 @@ def compute(b: Bindings) -> None:
             tokens.setdefault(x)
             if weight is not None:
                 weights.setdefault(weight)
-        kinds.setdefault(_kind(pick), pick.expert)
+        kinds.setdefault(kind(pick), pick.expert)
     x = _only(list(tokens), "the experts read different tokens", b.anchor)
     require(
         len(kinds) == 1,
@@ -316,7 +317,7 @@ def compute(b: Bindings) -> None:
     b.bind(x=x, down=b.picks[0].down, activation=b.picks[0].activation)
 
 
-def _kind(pick: Pick) -> tuple[object, ...]:
+def kind(pick: Pick) -> tuple[object, ...]:
     """What must be equal for all experts of one block."""
     assert pick.activation is not None and pick.down is not None
     packed = pick.activation.gate.part is not None

@@ -11,6 +11,7 @@ from moe_compiler.passes.formulations.grouped_scatter import GROUPED_SCATTER
 from moe_compiler.passes.formulations.grouped_top1 import GROUPED_TOP1
 from moe_compiler.passes.formulations.one_hot_loop import ONE_HOT_LOOP
 from moe_compiler.passes.formulations.routing_map import ROUTING_MAP
+from moe_compiler.passes.formulations.split_experts import SPLIT_EXPERTS
 from moe_compiler.passes.formulations.split_linear import SPLIT_LINEAR
 from moe_compiler.passes.formulations.where_loop import WHERE_LOOP
 
@@ -24,6 +25,7 @@ FORMULATIONS: tuple[Formulation, ...] = (
     GATHER_EINSUM,
     DENSE_BMM,
     SPLIT_LINEAR,
+    SPLIT_EXPERTS,
     ROUTING_MAP,
     ONE_HOT_LOOP,
     WHERE_LOOP,

@@ -9,6 +9,7 @@ the down projection is linear.
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
@@ -50,11 +51,15 @@ __all__ = [
     "count",
     "dispatch",
     "finish",
+    "gather_tokens",
     "gathered_home",
+    "home",
+    "match_sizes",
     "row_index",
     "rows_at",
     "sort",
     "weigh",
+    "weigh_input",
 ]
 
 
@@ -108,9 +113,15 @@ def dispatch(b: Bindings) -> None:
     assert down is not None
     first = feeding(down.rows)
     require(bool(first), "no other grouped matmul feeds the down projection", b.anchor)
-    read = [(product.rows, *_unscaled(product.rows)) for product in first]
-    whole, rows, scaled = next((found for found in read if rows_at(found[1]) is not None), read[0])
-    b.bind(down=down, first_rows=whole, weight_at="", weights=None)
+    reads = [(product.rows, _unscaled(product.rows)[0]) for product in first]
+    b.bind(down=down)
+    gather_tokens(b, next((whole for whole, rows in reads if rows_at(rows) is not None), reads[0][0]))
+
+
+def gather_tokens(b: Bindings, whole: Node) -> None:
+    """`whole`, what the first products read, must be gathered tokens, weighted or not."""
+    rows, scaled = _unscaled(whole)
+    b.bind(first_rows=whole, weight_at="", weights=None)
     if scaled is not None:
         b.bind(input_weight=scaled[1], weighted_rows=strip_casts(scaled[0]))
     gathered = rows_at(rows)
@@ -176,7 +187,7 @@ def _sorting(perm: Node) -> Node:
 def count(b: Bindings) -> None:
     """The rows are split by the counts of those ids."""
     groups = b.down.groups
-    experts = match_offsets(groups, b.ids, b.order) if isinstance(groups, Node) else _sizes(b, groups)
+    experts = match_offsets(groups, b.ids, b.order) if isinstance(groups, Node) else match_sizes(b, groups)
     b.bind(experts=experts)
     _check_experts(b, b.down)
 
@@ -186,8 +197,8 @@ def _check_experts(b: Bindings, product: Grouped) -> None:
     require(same_groups(product, b.down), "the products split their rows differently", product.node)
 
 
-def _sizes(b: Bindings, sizes: tuple[object, ...]) -> int:
-    """The sizes of a split must be the counts, read one after the other."""
+def match_sizes(b: Bindings, sizes: tuple[object, ...]) -> int:
+    """E when the sizes of a split are the counts of the ids, read one after the other."""
     counts: Node | None = None
     for expert, size in enumerate(sizes):
         if not isinstance(size, Node):
@@ -227,12 +238,17 @@ def activate(b: Bindings) -> None:
         _check_experts(b, product)
         first.append(product)
     b.bind(activation=activation, first=tuple(first))
-    if "weighted_rows" in b.roles:
-        check_weighted_input(b.weighted_rows, dtype_of(first[0].matmul), b.k)
-    if "input_weight" in b.roles:
-        _take(b, _sorted_weights(b, b.input_weight), "input", b.rows)
+    weigh_input(b, dtype_of(first[0].matmul))
     if middle is not None:
         _take(b, _sorted_weights(b, middle[1]), "output", b.anchor)
+
+
+def weigh_input(b: Bindings, compute: torch.dtype) -> None:
+    """Weights on the tokens must be the routing weights; `compute` is the dtype of the first products."""
+    if "weighted_rows" in b.roles:
+        check_weighted_input(b.weighted_rows, compute, b.k)
+    if "input_weight" in b.roles:
+        _take(b, _sorted_weights(b, b.input_weight), "input", b.rows)
 
 
 def _take(b: Bindings, weights: Node, at: str, where: Node) -> None:
@@ -253,12 +269,18 @@ def _sorted_weights(b: Bindings, column: Node) -> Node:
     return match_weights(gathered[0], b.ids, node)
 
 
+# Operators that read only the shape of their first argument.
+_OF_SHAPE = frozenset(
+    {"sym_size", "sym_numel", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_full"}
+)
+
+
 def _consumer(node: Node, what: str) -> Node:
     """The single consumer of rows, seen through views and casts; one that reads only their shape is none."""
     users: list[Node] = []
     for user in users_through(node, view_or_cast):
-        only_shape = is_op(user, "expand_as", "view_as", "reshape_as") and strip_views_casts(user.args[0]) is not node
-        if not only_shape:
+        of_other = is_op(user, "expand_as", "view_as", "reshape_as") and strip_views_casts(user.args[0]) is not node
+        if not of_other and not is_op(user, *_OF_SHAPE):
             users.append(user)
     require(len(users) == 1, f"{what} are used {len(users)} times instead of once", node)
     return users[0]
@@ -271,7 +293,7 @@ def weigh(b: Bindings) -> None:
     if not b.weight_at and is_op(step, "mul"):
         rows = step
         _take(b, _sorted_weights(b, _weight(step, b.anchor)), "output", step)
-    elif not b.weight_at and rows_at(step) is None:
+    elif not b.weight_at and rows_at(step) is None and _written_at(step) is None:
         raise Miss(f"the experts' rows are consumed by {op_name(step)}, not multiplied by the routing weights", step)
     b.bind(result=rows)
 
@@ -313,17 +335,46 @@ def added_home(b: Bindings) -> None:
         b.bind(output=step, base=base)
 
 
+def home(b: Bindings) -> None:
+    """The rows are added at their tokens, or brought back to pair order and summed."""
+    step = _consumer(b.result, "the experts' rows")
+    if rows_at(step) is not None or _written_at(step) is not None and same_value(strip_ids(_written_at(step)), b.perm):
+        gathered_home(b)
+    else:
+        added_home(b)
+
+
 def _is_token(b: Bindings, index: Node) -> bool:
     return same_value(strip_ids(index), b.token)
+
+
+def _written_at(node: Node) -> Node | None:
+    """The index at which `node` writes rows into new memory, each row once; None for anything else."""
+    if is_op(node, "index_put", "index_put_"):
+        base, indices = node.args[:2]
+        index = indices[0] if len(indices) == 1 and not arg(node, "accumulate") else None  # type: ignore[arg-type]
+    elif is_op(node, "scatter", "scatter_"):
+        base, dim, index = node.args[:3]
+        reduces = any(a.name == "reduce" for a in node.target._schema.arguments) and arg(node, "reduce") is not None
+        index = row_index(index) if dim == 0 and not reduces and isinstance(index, Node) else None
+    else:
+        return None
+    new = is_op(base, "empty_like", "empty", "new_empty") or is_zeros(base)
+    return index if new and isinstance(index, Node) else None
 
 
 def gathered_home(b: Bindings) -> None:
     """The rows are brought back to pair order, weighted there if they were not before, and summed over k."""
     step = _consumer(b.result, "the rows")
-    gathered = rows_at(step)
-    require(gathered is not None, f"the rows are consumed by {op_name(step)}, not brought back to pair order", step)
-    assert gathered is not None
-    combine.match_inverse(gathered[1], b.perm)
+    gathered, written = rows_at(step), _written_at(step)
+    if written is not None:
+        require(same_value(strip_ids(written), b.perm), "the rows are written at another index than perm", step)
+        values = step.args[2] if is_op(step, "index_put", "index_put_") else step.args[3]
+        require(isinstance(values, Node) and strip_views_casts(values) is b.result, "other rows are written", step)
+    elif gathered is not None:
+        combine.match_inverse(gathered[1], b.perm)
+    else:
+        raise Miss(f"the rows are consumed by {op_name(step)}, not brought back to pair order", step)
     single = b.k == 1 and len(shape_of(step)) == 2
     if not b.weight_at and single and is_op(last := _consumer(step, "the experts' rows"), "mul"):
         _take(b, match_weights(_weight(last, step), b.ids, last), "output", last)
@@ -335,6 +386,14 @@ def gathered_home(b: Bindings) -> None:
         output = step
     else:
         output = combine.match_sum_over_k(_consumer(step, "the weighted rows"), step, b.tokens, b.k)
+    known = set().union(*(size.free_symbols for size in (*shape_of(b.x), *shape_of(b.ids))))
+    own = set().union(*(size.free_symbols for size in shape_of(output)))
+    require(
+        own <= known,
+        f"the size {shape_of(output)[-1]} of the result was inferred from sizes that come from the data",
+        output,
+        "write the width out in place of -1 in the view that splits the rows by token",
+    )
     b.bind(output=trailing_cast(output))
 
 

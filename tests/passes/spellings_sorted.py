@@ -286,6 +286,56 @@ def split_transposed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter_add(0, token[:, None].expand(-1, H), rows)
 
 
+# split_experts
+
+
+def titan_expert(b: Block, e: int, part: Tensor) -> Tensor:
+    """torchtitan's loop: matrices transposed, two products and one."""
+    hidden = F.silu(torch.matmul(part, b.gate[e].transpose(-2, -1)))
+    return torch.matmul(hidden * torch.matmul(part, b.up[e].transpose(-2, -1)), b.down[e].transpose(-2, -1))
+
+
+def split_whole(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    *,
+    at: str = "after",
+    sizes: Callable[[Tensor, Tensor], list[int]] = lambda ids, logits: by_map(ids, logits).tolist(),
+    sort: Callable[[Tensor], Tensor] = lambda flat: flat.argsort(stable=True),
+    read: Callable[[Tensor, Tensor], Tensor] = lambda x, token: x[token],
+    expert: Callable[[Block, int, Tensor], Tensor] = titan_expert,
+    order: Any = range(E),
+    weight_of: Callable[[Tensor, Tensor], Tensor] = lambda weights, perm: weights.flatten()[perm],
+    add: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda x, t, rows: torch.zeros_like(x).scatter_add(
+        0, rows_of(t), rows
+    ),
+) -> Tensor:
+    weights, ids = choose(x, logits)
+    number = sizes(ids, logits)
+    perm = sort(ids.view(-1))
+    token = perm // K
+    column = weight_of(weights, perm)[:, None]
+    rows = read(x, token)
+    if at == "before":
+        rows = rows * column
+    pieces = torch.split(rows, number, dim=0)
+    rows = torch.cat([expert(b, e, pieces[order[e]]) for e in range(E)], dim=0)
+    return add(x, token, rows if at == "before" else rows * column)
+
+
+def split_written_back(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """DeepSeek's: results written at perm, weighted in pair order in the weights' dtype."""
+
+    weights, ids = choose(x, logits)
+    sizes = by_map(ids, logits).tolist()
+    perm = ids.view(-1).argsort(stable=True)
+    rows = torch.cat([one(piece) for one, piece in zip(b.experts, x[perm // K].split(sizes), strict=True)])
+    pairs = torch.empty_like(rows)
+    pairs[perm] = rows
+    return (pairs.view(x.shape[0], K, H).type(weights.dtype).mul_(weights.unsqueeze(-1))).sum(dim=1).type(x.dtype)
+
+
 # routing_map
 
 
@@ -354,6 +404,11 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "after": lambda b, x, l: top1(b, x, l, after=True),
     },
     "split_linear": {"modules": split_modules, "transposed": split_transposed},
+    "split_experts": {
+        "titan": split_whole,
+        "before": lambda b, x, l: split_whole(b, x, l, at="before"),
+        "written_back": split_written_back,
+    },
     "routing_map": {"after": mapped, "one_hot": mapped_one_hot},
 }
 
@@ -372,6 +427,10 @@ def _top1(name: str, step: str, words: str, **changed: Any) -> Damaged:
 
 def _split(name: str, step: str, words: str, **changed: Any) -> Damaged:
     return Damaged("split_linear", name, lambda b, x, l: split(b, x, l, **changed), step, words)
+
+
+def _whole(name: str, step: str, words: str, **changed: Any) -> Damaged:
+    return Damaged("split_experts", name, lambda b, x, l: split_whole(b, x, l, **changed), step, words)
 
 
 def _map(name: str, step: str, words: str, **changed: Any) -> Damaged:
@@ -481,6 +540,27 @@ DAMAGED: tuple[Damaged, ...] = (
     ),
     _map(
         "overwrites", "added_home", "overwrite one another",
+        add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
+    ),
+    _whole("other_parts", "experts", "reads part 3", order=(3, 2, 1, 0)),
+    _whole(
+        "of_all_rows", "experts", "not a part of the rows",
+        expert=lambda b, e, part: F.linear(F.silu(F.linear(part, b.gate[e])) * F.linear(part * 2, b.up[e]), b.down[e]),
+    ),
+    _whole("not_gathered", "dispatch", "not from a gather", read=lambda x, token: x.repeat_interleave(K, 0)),
+    _whole("descending", "sort", "descending", sort=lambda flat: flat.argsort(stable=True, descending=True)),
+    _whole("other_sizes", "count", "size of expert", sizes=lambda ids, logits: by_map(ids, logits).tolist()[::-1]),
+    _whole(
+        "mixed", "alike", "differ in activation",
+        expert=lambda b, e, part: b.experts[e](part) if e else b.experts[0].w2(b.experts[0].w1(part).relu() * b.experts[0].w3(part)),
+    ),
+    _whole("weights_in_pair_order", "weigh", "not from w[perm]", weight_of=lambda weights, perm: weights.flatten()),
+    _whole(
+        "scaled", "home", "alpha",
+        add=lambda x, token, rows: torch.zeros_like(x).index_add(0, token, rows, alpha=2),
+    ),
+    _whole(
+        "written_at_tokens", "home", "overwrite one another",
         add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
     ),
 )  # fmt: skip
