@@ -23,12 +23,13 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.contraction import Product, match_product
-from moe_compiler.passes.formulations.pairs import are_distinct, match_weights, token_rows
+from moe_compiler.passes.formulations.pairs import are_distinct, match_weights, row_index, rows_at, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
     elements_of,
     is_cast,
+    is_index_cast,
     is_op,
     is_zeros,
     item_of,
@@ -36,9 +37,12 @@ from moe_compiler.passes.formulations.walk import (
     same_shape,
     shape_of,
     strip_casts,
+    strip_ids,
     strip_views,
     strip_views_casts,
     swaps_last_two,
+    users_through,
+    view_or_cast,
 )
 
 __all__ = [
@@ -58,7 +62,7 @@ __all__ = [
 ]
 
 _WHERE = ("where", "nonzero_numpy")
-_ADDS = ("index_add", "index_add_", "index_put", "index_put_")
+_ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_")
 
 
 @dataclass
@@ -176,7 +180,8 @@ def accumulate(b: Bindings) -> None:
     """Each expert adds rows at its own tokens, once, in a chain of additions that starts at zeros."""
     by_node: dict[Node, Pick] = {}
     for pick in b.picks:
-        adds = [user for user in pick.token.users if is_op(user, *_ADDS)]
+        users = users_through(pick.token, lambda n: view_or_cast(n) or is_index_cast(n) or is_op(n, "expand", "expand_as"))
+        adds = [user for user in users if is_op(user, *_ADDS)]
         require(
             len(adds) == 1, f"expert {pick.expert} adds its rows to a result {len(adds)} times, not once", pick.token
         )
@@ -204,11 +209,14 @@ def _check_place(b: Bindings, pick: Pick) -> None:
     node = pick.adds
     assert node is not None
     if is_op(node, "index_add", "index_add_"):
-        place = node.args[1] == 0 and node.args[2] is pick.token and arg(node, "alpha") == 1
+        place = node.args[1] == 0 and _is_token(pick, node.args[2]) and arg(node, "alpha") == 1
+        pick.rows = node.args[3]  # type: ignore[assignment]
+    elif is_op(node, "scatter_add", "scatter_add_"):
+        place = node.args[1] == 0 and _is_token(pick, node.args[2])
         pick.rows = node.args[3]  # type: ignore[assignment]
     else:
         indices = node.args[1]
-        place = len(indices) == 1 and indices[0] is pick.token
+        place = len(indices) == 1 and _is_token(pick, indices[0])
         pick.rows = node.args[2]  # type: ignore[assignment]
         if place and not arg(node, "accumulate"):
             if "once" not in b.roles:  # the same answer for every expert
@@ -216,6 +224,16 @@ def _check_place(b: Bindings, pick: Pick) -> None:
                 b.bind(once=True)
             pick.rows = _increment(pick)
     require(place, f"expert {pick.expert} adds its rows at another place than its tokens", node)
+
+
+def _is_token(pick: Pick, index: object) -> bool:
+    """Does an index name the tokens that an expert picked, for whole rows or for each of their elements?"""
+    rows = row_index(index) if isinstance(index, Node) else None
+    return rows is not None and strip_ids(rows) is pick.token
+
+
+def _is_choice(pick: Pick, index: object) -> bool:
+    return isinstance(index, Node) and strip_ids(index) is pick.choice
 
 
 def _check_once(b: Bindings, node: Node) -> None:
@@ -239,7 +257,7 @@ def _increment(pick: Pick) -> Node:
         read = strip_casts(old) if isinstance(old, Node) else None
         if is_op(read, "index") and read.args[0] is node.args[0]:
             indices = read.args[1]
-            if len(indices) == 1 and indices[0] is pick.token and isinstance(new, Node):
+            if len(indices) == 1 and _is_token(pick, indices[0]) and isinstance(new, Node):
                 return new
     raise Miss(f"expert {pick.expert} adds to other rows than it writes", value)
 
@@ -279,7 +297,7 @@ def _weighted(b: Bindings, pick: Pick, product: Node) -> tuple[Node, Node]:
         if len(indices) != 2:
             continue
         require(
-            indices[0] is pick.token and indices[1] is pick.choice,
+            _is_token(pick, indices[0]) and _is_choice(pick, indices[1]),
             f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked",
             index,
         )
@@ -354,8 +372,9 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
         check_weighted_input(value, dtype_of(product.node), int(shape_of(b.ids)[-1]))
         rows = strip_views_casts(value)
     tokens = elements_of(shape_of(b.ids)[:-1])
-    if is_op(rows, "index_select"):
-        picked = arg(rows, "dim") == 0 and rows.args[2] is pick.token
+    gathered = rows_at(rows)
+    if gathered is not None:
+        picked = _is_token(pick, gathered[1])
     else:
         require(
             is_op(rows, "index"),
@@ -366,7 +385,7 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
         indices = list(rows.args[1])
         lead = shape_of(rows.args[0])[: len(indices) - 1]
         skipped = all(item is None for item in indices[:-1]) and all(size == 1 for size in lead)
-        picked = skipped and indices[-1] is pick.token
+        picked = skipped and _is_token(pick, indices[-1])
     require(picked, f"expert {pick.expert} reads other tokens than it picked", rows)
     return token_rows(rows.args[0], tokens, rows), weight
 

@@ -42,6 +42,8 @@ __all__ = [
     "match_weights",
     "nearest_source",
     "pairs_matrix",
+    "row_index",
+    "rows_at",
     "token_rows",
 ]
 
@@ -220,6 +222,32 @@ def _doubled(node: Node, k: int) -> Node | None:
         inserted = len(before) == len(after) >= 2 and before[1] == 1 and after[1] == k
         if inserted and same_shape((before[0], *before[2:]), (after[0], *after[2:])):
             return source
+    return None
+
+
+def rows_at(node: Node) -> tuple[Node, Node] | None:
+    """(source, index) when `node` is source[index] along the first dimension, in any spelling; else None."""
+    if is_op(node, "index"):
+        indices = node.args[1]
+        return (node.args[0], indices[0]) if len(indices) == 1 and isinstance(indices[0], Node) else None  # type: ignore[return-value]
+    if is_op(node, "index_select"):
+        return (node.args[0], node.args[2]) if arg(node, "dim") == 0 else None  # type: ignore[return-value]
+    if is_op(node, "gather", "take_along_dim"):
+        index = node.args[2] if is_op(node, "gather") else node.args[1]
+        column = row_index(index)  # type: ignore[arg-type]
+        return (node.args[0], column) if arg(node, "dim") == 0 and column is not None else None  # type: ignore[return-value]
+    return None
+
+
+def row_index(index: Node) -> Node | None:
+    """The index [S] of whole rows behind one that names every element [S, H]: index[:, None].expand(-1, H)."""
+    if len(shape_of(index)) == 1:
+        return index
+    if is_op(index, "expand", "expand_as", "broadcast_to", "repeat", "tile"):
+        source = index.args[0]
+        inner, full = shape_of(source), shape_of(index)
+        if len(inner) == len(full) == 2 and inner[1] == 1 and same_size(inner[0], full[0]):
+            return matrix_behind(source, inner[:1], lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
     return None
 
 
