@@ -183,7 +183,8 @@ class Match:
 
     x_TH, ids_TK, weights_TK: the operands; ids and weights may have more dimensions in front than T, which raising
     flattens. weights_TK is None where the source has only dense scores [T, E]: then `router` and `logits` are bound,
-    and the router makes the weights. gate, up, down: expert weights as nodes in the layouts of
+    and the router makes the weights; or where `weights_KTE` holds each choice's weight in the column of its expert and
+    zeros elsewhere, from which raising takes them. gate, up, down: expert weights as nodes in the layouts of
     `moepdl::experts`; `transposed` names those lists whose nodes hold [.., in, out] and need a transposed view.
     output: the node whose value the block computes, [T, H]. base: a tensor of the model's own [T, H] to which the
     experts' rows are added in the output, None where they are added to zeros. inner: nodes that belong to the block
@@ -201,6 +202,7 @@ class Match:
     output: Node
     anchor: Node
     base: Node | None = None
+    weights_KTE: Node | None = None
     transposed: frozenset[str] = frozenset()
     sizes: dict[str, sympy.Expr] = field(default_factory=dict)
     router: RouterSpec | None = None

@@ -32,7 +32,7 @@ __all__ = ["find_moe"]
 
 def _operands(match: Match) -> list[Node]:
     found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
-    found += [node for node in (match.weights_TK, match.base) if node is not None]
+    found += [node for node in (match.weights_TK, match.weights_KTE, match.base) if node is not None]
     return found
 
 

@@ -75,13 +75,24 @@ class _Raising:
             self.replace(match.router_weights, weights)
         return weights, ids
 
+    def weights_of_choices(self, match: Match, ids_TK: Node) -> Node:
+        """The weights [T, K] out of [K, T, E], where each choice has its own in its expert's column."""
+        assert match.weights_KTE is not None
+        output = match.output
+        with self.graph.inserting_before(output):
+            weights_TE = insert(output, _aten.sum.dim_IntList, (self.now(match.weights_KTE), [0]))
+            return insert(output, _aten.gather.default, (weights_TE, 1, ids_TK))
+
     def block(self, match: Match) -> None:
         """Insert moepdl::experts before the block's output, which it replaces."""
         if match.router is not None:
             weights, ids = self.router(match)
         else:
-            assert match.weights_TK is not None
-            weights, ids = self.now(match.weights_TK), self.now(match.ids_TK)
+            ids = self.now(match.ids_TK)
+            if match.weights_TK is not None:
+                weights = self.now(match.weights_TK)
+            else:
+                weights = self.weights_of_choices(match, ids)
         spec = match.spec
         output, x, weight_at = match.output, self.now(match.x_TH), spec.weight_at
         with self.graph.inserting_before(output):

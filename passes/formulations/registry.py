@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_compiler.passes.formulations.base import Formulation
 from moe_compiler.passes.formulations.batched_mm import BATCHED_MM
+from moe_compiler.passes.formulations.capacity import CAPACITY
 from moe_compiler.passes.formulations.dense_bmm import DENSE_BMM
 from moe_compiler.passes.formulations.gather_einsum import GATHER_EINSUM
 from moe_compiler.passes.formulations.grouped_mm import GROUPED_MM
@@ -24,6 +25,7 @@ FORMULATIONS: tuple[Formulation, ...] = (
     BATCHED_MM,
     GATHER_EINSUM,
     DENSE_BMM,
+    CAPACITY,
     SPLIT_LINEAR,
     SPLIT_EXPERTS,
     ROUTING_MAP,

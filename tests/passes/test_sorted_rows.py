@@ -1,4 +1,4 @@
-"""Rows sorted by expert, in the ways that differ from transformers': which step refuses what, and how ids are counted."""
+"""Sorted rows and slots that differ from transformers' ways: which step refuses what, and how ids are counted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from moe_compiler.backend import last_reports
 from moe_compiler.passes.formulations.registry import formulation_names
 from moe_compiler.report import Report
 from moe_compiler.testing import run_passes
+from tests.passes import spellings_masks
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.spellings import Block, Damaged, E, H, K, choose
 from tests.passes.spellings_sorted import BF16, COUNTS, DAMAGED, grouped, rows_of
@@ -36,7 +37,7 @@ def found(report: Report) -> list[str]:
     return [match.formulation for match in report.matches]
 
 
-@pytest.mark.parametrize("damaged", DAMAGED, ids=lambda d: f"{d.formulation}-{d.name}")
+@pytest.mark.parametrize("damaged", (*DAMAGED, *spellings_masks.DAMAGED), ids=lambda d: f"{d.formulation}-{d.name}")
 def test_a_damaged_copy_never_matches_and_its_own_formulation_names_the_step(damaged: Damaged):
     """The formulations that sort rows share steps: with all of them on, the nearest may be another one."""
     module, x = Block(damaged.spelling, damaged.dtype), torch.randn(5, H, dtype=damaged.dtype)
