@@ -43,7 +43,6 @@ from moe_compiler.passes.formulations.walk import (
     strip,
     strip_views,
     strip_views_casts,
-    swaps_last_two,
 )
 
 __all__ = ["CAPACITY"]
@@ -187,7 +186,9 @@ def _summed(node: Node, dim: int) -> Node:
     dims = arg(node, "dim")
     dims = [dims] if isinstance(dims, int) else dims or []
     rank = len(shape_of(source))
-    require([d % rank for d in dims] == [dim % rank] and not arg(node, "keepdim"), "the sum is over other dimensions", node)
+    require(
+        [d % rank for d in dims] == [dim % rank] and not arg(node, "keepdim"), "the sum is over other dimensions", node
+    )
     return source
 
 
@@ -310,7 +311,7 @@ class CapacityExperts(torch.nn.Module):
         slots_TEC = torch.sum(weights_KTE.unsqueeze(3) * one_hot(place_KT, num_classes=capacity).unsqueeze(2), dim=0)
         rows_ECH = slots_TEC.bool().permute(1, 2, 0).type_as(x_TH) @ x_TH
         rows_ECH = torch.bmm(torch.nn.functional.gelu(torch.bmm(rows_ECH, self.c_fc)), self.c_proj)
-        slots = slots_TEC.view(tokens, -1).type_as(x_TH)
+        slots = slots_TEC.flatten(1).type_as(x_TH)
         return slots @ rows_ECH.view(-1, x_TH.shape[1])
 
 

@@ -33,7 +33,7 @@ _NUMBERS = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def is_integer_cast(node: Node) -> bool:
-    """A conversion that keeps counts and ids as they are: to integers, or to a floating dtype that is exact for them."""
+    """A conversion that keeps counts and ids as they are: to integers, or to a floating dtype that holds them."""
     if not is_op(node, "to", "_to_copy", "type_as") or not isinstance(node.args[0], Node):
         return False
     before, after = (getattr(n.meta.get("val"), "dtype", None) for n in (node.args[0], node))

@@ -23,7 +23,17 @@ from moe_compiler.passes.formulations.walk import (
     strip_views_casts,
 )
 
-__all__ = ["Grouped", "feeding", "is_grouped_mm", "last_grouped", "last_parts", "part_of", "read_grouped", "read_parts", "same_groups"]
+__all__ = [
+    "Grouped",
+    "feeding",
+    "is_grouped_mm",
+    "last_grouped",
+    "last_parts",
+    "part_of",
+    "read_grouped",
+    "read_parts",
+    "same_groups",
+]
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,9 @@ def accumulate(b: Bindings) -> None:
     """Each expert adds rows at its own tokens, once, in a chain of additions that starts at zeros."""
     by_node: dict[Node, Pick] = {}
     for pick in b.picks:
-        users = users_through(pick.token, lambda n: view_or_cast(n) or is_index_cast(n) or is_op(n, "expand", "expand_as"))
+        users = users_through(
+            pick.token, lambda n: view_or_cast(n) or is_index_cast(n) or is_op(n, "expand", "expand_as")
+        )
         adds = [user for user in users if is_op(user, *_ADDS)]
         require(
             len(adds) == 1, f"expert {pick.expert} adds its rows to a result {len(adds)} times, not once", pick.token

@@ -40,11 +40,9 @@ from moe_compiler.passes.formulations.walk import (
     is_op,
     is_zeros,
     require,
-    same_shape,
     same_size,
     same_value,
     shape_of,
-    strip,
     strip_casts,
     strip_ids,
     strip_views,
@@ -179,6 +177,8 @@ def _check_experts(b: Bindings, product: Grouped) -> None:
 
 def match_sizes(b: Bindings, sizes: tuple[object, ...]) -> int:
     """E when the sizes of a split are the counts of the ids, read one after the other."""
+    if b.tokens == 0 and all(size == 0 for size in sizes):
+        return len(sizes)  # no token at all: that they are the counts is known without looking
     counts: Node | None = None
     for expert, size in enumerate(sizes):
         if not isinstance(size, Node):
@@ -251,7 +251,17 @@ def _sorted_weights(b: Bindings, column: Node) -> Node:
 
 # Operators that read only the shape of their first argument.
 _OF_SHAPE = frozenset(
-    {"sym_size", "sym_numel", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_full"}
+    {
+        "sym_size",
+        "sym_numel",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_empty",
+        "new_zeros",
+        "new_full",
+    }
 )
 
 
@@ -299,7 +309,7 @@ def added_home(b: Bindings) -> None:
         indices, dim, values = step.args[1], 0, step.args[2]
         index = indices[0] if len(indices) == 1 else None
     else:
-        dim, index, values = step.args[1], step.args[2], step.args[3]
+        dim, index, values = step.args[1], step.args[2], step.args[3]  # type: ignore[assignment]
         scaled = is_op(step, "index_add", "index_add_") and arg(step, "alpha") != 1
         require(not scaled, "the combine scales the rows (alpha)", step)
     column = row_index(index) if isinstance(index, Node) else None
@@ -318,7 +328,8 @@ def added_home(b: Bindings) -> None:
 def home(b: Bindings) -> None:
     """The rows are added at their tokens, or brought back to pair order and summed."""
     step = _consumer(b.result, "the experts' rows")
-    if rows_at(step) is not None or _written_at(step) is not None and same_value(strip_ids(_written_at(step)), b.perm):
+    written = _written_at(step)
+    if rows_at(step) is not None or (written is not None and same_value(strip_ids(written), b.perm)):
         gathered_home(b)
     else:
         added_home(b)

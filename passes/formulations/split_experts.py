@@ -1,4 +1,4 @@
-"""Sorted rows split by a list of sizes, a whole expert a part: torchtitan without grouped matmuls, DeepSeek's inference.
+"""Sorted rows split by a list of sizes, a whole expert a part: torchtitan's loop, DeepSeek's inference.
 
     sizes = counts.tolist(); parts = split(x[perm // k], sizes)
     rows = cat([expert_e(part) for e, part in enumerate(parts)])

@@ -1,7 +1,8 @@
 """Sorted rows split by a list of sizes, one linear layer an expert: ParallelExperts (JetMoE, GraniteMoE).
 
     sizes = counts.tolist(); rows = x[perm // k]
-    cat([linear(part, W1[e]) for e, part in enumerate(split(rows, sizes))]) -> act(gate) * up -> cat([linear(.., W2[e])])
+    cat([linear(part, W1[e]) for e, part in enumerate(split(rows, sizes))])
+    act(gate) * up -> split and cat again with W2
     zeros.index_add(0, perm // k, rows * w[perm])
 
 The numbers in `sizes` come from the data, so it arrives in one graph only with `fullgraph=True`. Routed projections

@@ -81,7 +81,7 @@ def _slots(name: str, step: str, words: str, **changed: Any) -> Damaged:
 DAMAGED: tuple[Damaged, ...] = (
     _slots("no_activation", "activate", "not one activated operand", act=lambda gate, up: gate * up),
     _slots("all_slots", "slots", "other slots", truth=lambda slots: slots >= 0),
-    _slots("summed_otherwise", "slots", "not summed", home=lambda slots, rows: torch.einsum("tec,ech->eh", slots, rows)),
+    _slots("summed_otherwise", "slots", "not summed", home=lambda s, rows: torch.einsum("tec,ech->eh", s, rows)),
     _slots("largest", "slots", "not multiplied", home=lambda slots, rows: rows.amax(1).sum(0) + slots.sum()),
     _slots("weights_of_others", "rank", "different choices", weigh=lambda mask, probs: mask.flip(0) * probs),
     _slots("one_less", "rank", "another number", keep=lambda rank, capacity: rank < capacity - 1),

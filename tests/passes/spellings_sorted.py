@@ -16,6 +16,7 @@ from tests.passes.spellings import Block, Damaged, E, H, I, K, Spelling, choose
 
 BF16 = torch.bfloat16
 
+
 def choose_wide(logits: Tensor, k: int = K) -> tuple[Tensor, Tensor]:
     """Scores in fp32, as torchtitan keeps them."""
     return torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
@@ -348,9 +349,9 @@ def mapped(
     x: Tensor,
     logits: Tensor,
     *,
-    chosen_of: Callable[[Tensor, Tensor], Tensor] = lambda ids, logits: torch.zeros_like(logits).int().scatter(
-        1, ids, 1
-    ).bool(),
+    chosen_of: Callable[[Tensor, Tensor], Tensor] = lambda ids, logits: (
+        torch.zeros_like(logits).int().scatter(1, ids, 1).bool()
+    ),
     number_of: Callable[[Tensor], Tensor] = lambda x: torch.arange(x.shape[0])[None].expand(E, -1),
     turn: Callable[[Tensor], Tensor] = transposed,
     mask_of_weights: Callable[[Tensor], Tensor] = transposed,
@@ -437,6 +438,10 @@ def _map(name: str, step: str, words: str, **changed: Any) -> Damaged:
     return Damaged("routing_map", name, lambda b, x, l: mapped(b, x, l, **changed), step, words)
 
 
+def relu_expert(one: Any, part: Tensor) -> Tensor:
+    return one.w2(one.w1(part).relu() * one.w3(part))
+
+
 def attend(hidden: Tensor) -> Tensor:
     """JetMoE's attention experts: routed projections with attention, not an activation, between them."""
     return (hidden[:, :I] @ hidden[:, I:].t()).softmax(-1) @ hidden[:, I:]
@@ -500,7 +505,7 @@ DAMAGED: tuple[Damaged, ...] = (
     ),
     _top1("no_order", "dispatch", "not from a gather", read=lambda rows, perm: rows),
     _top1("other_order", "sort", "comes from flip", read=lambda rows, perm: rows[perm.flip(0)]),
-    _top1("other_counts", "count", "not of the sorted ids", counts=lambda ids: torch.bincount(E - 1 - ids, minlength=E)),
+    _top1("other_counts", "count", "not of the sorted ids", counts=lambda i: torch.bincount(E - 1 - i, minlength=E)),
     _top1("stays_sorted", "gathered_home", "not the inverse", home=lambda perm: perm),
     _split("descending", "sort", "descending", sort=lambda flat: flat.sort(0, descending=True)[1]),
     _split("other_k", "sort", "perm // 3", divide=lambda perm: perm.div(K + 1, rounding_mode="trunc")),
@@ -508,10 +513,11 @@ DAMAGED: tuple[Damaged, ...] = (
         "other_sizes", "count", "size of expert", sizes=lambda ids, logits: by_map(ids, logits).tolist()[::-1]
     ),
     _split(
-        "sizes_of_others", "count", "another choice is encoded", sizes=lambda ids, logits: by_one_hot(E - 1 - ids, logits).tolist()
+        "sizes_of_others", "count", "another choice is encoded",
+        sizes=lambda ids, logits: by_one_hot(E - 1 - ids, logits).tolist()
     ),
     Damaged(
-        "none", "routed_attention", lambda b, x, l: split(b, x, l, act=attend), "anchor", "no matmul with expert weights"
+        "none", "routed_attention", lambda b, x, l: split(b, x, l, act=attend), "anchor", "no matmul with expert"
     ),
     _split("weights_in_pair_order", "weigh", "not from w[perm]", weight_of=lambda weights, perm: weights.flatten()),
     _split(
@@ -527,7 +533,7 @@ DAMAGED: tuple[Damaged, ...] = (
         "tokens_first", "select", "numbers of tokens",
         number_of=lambda x: torch.arange(x.shape[0])[:, None].expand(-1, E), turn=lambda chosen: chosen,
     ),
-    _map("of_twos", "select", "does not hold ones", chosen_of=lambda ids, l: torch.zeros_like(l).scatter(1, ids, 2).bool()),
+    _map("of_twos", "select", "does not hold ones", chosen_of=lambda i, l: torch.zeros_like(l).scatter(1, i, 2).bool()),
     _map("other_counts", "count", "does not make a map", counted=lambda chosen: (~chosen).sum(0)),
     _map("no_up", "activate", "not an activation", act=lambda hidden: hidden[:, :I].tanh()),
     _map("other_map", "weigh", "another map", mask_of_weights=lambda chosen: chosen.flip(1).T.contiguous()),
@@ -552,7 +558,7 @@ DAMAGED: tuple[Damaged, ...] = (
     _whole("other_sizes", "count", "size of expert", sizes=lambda ids, logits: by_map(ids, logits).tolist()[::-1]),
     _whole(
         "mixed", "alike", "differ in activation",
-        expert=lambda b, e, part: b.experts[e](part) if e else b.experts[0].w2(b.experts[0].w1(part).relu() * b.experts[0].w3(part)),
+        expert=lambda b, e, part: b.experts[e](part) if e else relu_expert(b.experts[0], part),
     ),
     _whole("weights_in_pair_order", "weigh", "not from w[perm]", weight_of=lambda weights, perm: weights.flatten()),
     _whole(

@@ -13,8 +13,8 @@ from moe_compiler.moe_ir import Miss
 from moe_compiler.passes.formulations.registry import FORMULATIONS, formulation_names
 from moe_compiler.report import Report
 from moe_compiler.testing import capture_graph, examples, run_passes
-from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes import spellings, spellings_masks, spellings_sorted
+from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.spellings import Block, Damaged, E, H, I, K, _batched, choose
 
 CAPTURE = ("canonicalize", "find_moe", "raise_moe")

@@ -37,7 +37,7 @@ def found(report: Report) -> list[str]:
     return [match.formulation for match in report.matches]
 
 
-@pytest.mark.parametrize("damaged", (*DAMAGED, *spellings_masks.DAMAGED), ids=lambda d: f"{d.formulation}-{d.name}")
+@pytest.mark.parametrize("damaged", [*DAMAGED, *spellings_masks.DAMAGED], ids=lambda d: f"{d.formulation}-{d.name}")
 def test_a_damaged_copy_never_matches_and_its_own_formulation_names_the_step(damaged: Damaged):
     """The formulations that sort rows share steps: with all of them on, the nearest may be another one."""
     module, x = Block(damaged.spelling, damaged.dtype), torch.randn(5, H, dtype=damaged.dtype)
@@ -123,9 +123,7 @@ def test_rows_that_are_added_to_an_input_in_place_leave_it_to_the_model():
 
         def forward(self, x: Tensor, out: Tensor) -> Tensor:
             logits = F.linear(x, self.block.router)
-            return grouped(
-                self.block, x, logits, add=lambda x, token, rows: out.scatter_add_(0, rows_of(token), rows)
-            )
+            return grouped(self.block, x, logits, add=lambda x, token, rows: out.scatter_add_(0, rows_of(token), rows))
 
     module, x, ours = InPlace(), tokens(), tokens()
     eager = ours.clone()
@@ -133,6 +131,6 @@ def test_rows_that_are_added_to_an_input_in_place_leave_it_to_the_model():
         y = compile_eager(module)(x, ours)
         expected = module(x, eager)
     (miss,) = last_reports()[-1].misses
-    assert "closed" == miss.step and "not the block's" in miss.reason
+    assert miss.step == "closed" and "not the block's" in miss.reason
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(ours, eager)
