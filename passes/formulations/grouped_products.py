@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.contraction import fed_by
-from moe_compiler.passes.formulations.loop import collect, linear, stored
+from moe_compiler.passes.formulations.matrices import collect, plain_product, stored
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
@@ -107,7 +107,7 @@ def read_parts(node: Node) -> Grouped | None:
     first: Node | None = None
     for expert, part in enumerate(parts):
         try:
-            product = linear(strip_views_casts(part), "expert")  # type: ignore[arg-type]
+            product = plain_product(strip_views_casts(part), "expert")  # type: ignore[arg-type]
         except Miss:
             return None
         found = part_of(product.rows)

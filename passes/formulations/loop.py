@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import sympy
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
@@ -23,6 +22,8 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.contraction import Product, match_product
+from moe_compiler.passes.formulations.matrices import collect as _collect
+from moe_compiler.passes.formulations.matrices import stored as _stored
 from moe_compiler.passes.formulations.pairs import are_distinct, match_weights, row_index, rows_at, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -32,7 +33,6 @@ from moe_compiler.passes.formulations.walk import (
     is_index_cast,
     is_op,
     is_zeros,
-    item_of,
     require,
     same_shape,
     shape_of,
@@ -48,16 +48,12 @@ from moe_compiler.passes.formulations.walk import (
 __all__ = [
     "Pick",
     "accumulate",
-    "collect",
     "complete",
     "compute",
     "feeds_where",
     "finish",
-    "kind",
-    "linear",
     "picks_of_mask",
     "reordered",
-    "stored",
     "weigh",
 ]
 
@@ -316,16 +312,16 @@ def compute(b: Bindings) -> None:
     kinds: dict[tuple[object, ...], int] = {}
     for pick in b.picks:
         assert pick.rows is not None
-        pick.down = linear(strip_views_casts(pick.rows), f"down (expert {pick.expert})")
+        pick.down = _linear(strip_views_casts(pick.rows), f"down (expert {pick.expert})")
         activation = pick.activation = match_activation(pick.down.rows)
         halves = [half.source for half in (activation.gate, activation.up) if half is not None]
-        pick.first = tuple(linear(source, f"gate and up (expert {pick.expert})") for source in halves)
+        pick.first = tuple(_linear(source, f"gate and up (expert {pick.expert})") for source in halves)
         for product in pick.first:
             x, weight = _tokens(b, pick, product)
             tokens.setdefault(x)
             if weight is not None:
                 weights.setdefault(weight)
-        kinds.setdefault(kind(pick), pick.expert)
+        kinds.setdefault(_kind(pick), pick.expert)
     x = _only(list(tokens), "the experts read different tokens", b.anchor)
     require(
         len(kinds) == 1,
@@ -337,31 +333,23 @@ def compute(b: Bindings) -> None:
     b.bind(x=x, down=b.picks[0].down, activation=b.picks[0].activation)
 
 
-def kind(pick: Pick) -> tuple[object, ...]:
+def _kind(pick: Pick) -> tuple[object, ...]:
     """What must be equal for all experts of one block."""
     assert pick.activation is not None and pick.down is not None
     packed = pick.activation.gate.part is not None
-    shapes = tuple(shape_of(stored(p)[0]) for p in (*pick.first, pick.down))
+    shapes = tuple(shape_of(_stored(p)[0]) for p in (*pick.first, pick.down))
     dtypes = tuple(dtype_of(product.node) for product in (*pick.first, pick.down))
-    orientation = tuple(stored(product)[1] for product in (*pick.first, pick.down))
+    orientation = tuple(_stored(product)[1] for product in (*pick.first, pick.down))
     return pick.activation.name, pick.activation.up is not None, packed, orientation, shapes, dtypes
 
 
-def linear(node: Node, what: str) -> Product:
+def _linear(node: Node, what: str) -> Product:
     """`node` as rows [n, in] times one expert's matrix."""
     return match_product(node, lambda operand: _is_matrix(node, operand), what)
 
 
 def _is_matrix(node: Node, operand: Node) -> bool:
     return len(shape_of(operand)) == 2 and operand is (node.args[1][1] if is_op(node, "einsum") else node.args[1])
-
-
-def stored(product: Product) -> tuple[Node, bool]:
-    """(matrix, is it [in, out]) of an expert's product, behind casts and a transpose."""
-    node = strip_casts(product.weight)
-    if swaps_last_two(node):
-        return strip_casts(node.args[0]), not product.transposed
-    return node, product.transposed
 
 
 def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | None]:
@@ -392,37 +380,17 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
     return token_rows(rows.args[0], tokens, rows), weight
 
 
-def _slice_of(node: Node) -> tuple[Node, int] | None:
-    """(packed, e) when `node` is packed[e]."""
-    if is_op(node, "select") and node.args[1] == 0:
-        return node.args[0], node.args[2]
-    if op_name(node) == "getitem" and item_of(node, node.args[1], "unbind") is not None:
-        unbind = node.args[0]
-        return (unbind.args[0], node.args[1]) if arg(unbind, "dim") == 0 else None
-    return None
-
-
-def collect(matrices: list[Node]) -> tuple[Node, ...]:
-    """One packed tensor when the matrices are all its slices in order, else one node an expert."""
-    slices = [_slice_of(matrix) for matrix in matrices]
-    if all(found is not None and found == (slices[0][0], e) for e, found in enumerate(slices)):
-        packed = slices[0][0]
-        if shape_of(packed)[0] == sympy.Integer(len(matrices)):
-            return (packed,)
-    return tuple(matrices)
-
-
 def finish(b: Bindings, formulation: str) -> Match:
     """The Match of an unrolled loop: E separate matrices a projection, or the packed tensor that they are slices of."""
     check_sizes(b.x, b.ids, b.weights)
-    first = [[stored(pick.first[i]) for pick in b.picks] for i in range(len(b.picks[0].first))]
-    down = [stored(pick.down) for pick in b.picks]
+    first = [[_stored(pick.first[i]) for pick in b.picks] for i in range(len(b.picks[0].first))]
+    down = [_stored(pick.down) for pick in b.picks]
     packed = b.activation.gate.part is not None
-    gate = collect([matrix for matrix, _ in first[0]])
-    up = () if packed or b.activation.up is None else collect([matrix for matrix, _ in first[1]])
+    gate = _collect([matrix for matrix, _ in first[0]])
+    up = () if packed or b.activation.up is None else _collect([matrix for matrix, _ in first[1]])
     columns = {"gate": first[0], "down": down} | ({"up": first[1]} if up else {})
     transposed = {role for role, column in columns.items() if column[0][1]}
-    downs = collect([matrix for matrix, _ in down])
+    downs = _collect([matrix for matrix, _ in down])
     # A list of tensors is one kind: all packed, or all one an expert.
     if len({len(found) for found in (gate, up, downs) if found}) > 1:
         gate, downs = tuple(m for m, _ in first[0]), tuple(m for m, _ in down)

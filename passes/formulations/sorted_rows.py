@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
 from moe_compiler.passes.formulations import combine
-from moe_compiler.passes.formulations.activation import match_activation
+from moe_compiler.passes.formulations.activation import Activation, match_activation
 from moe_compiler.passes.formulations.base import (
     Bindings,
     check_sizes,
@@ -24,6 +24,7 @@ from moe_compiler.passes.formulations.base import (
 )
 from moe_compiler.passes.formulations.counts import match_counts, match_offsets
 from moe_compiler.passes.formulations.grouped_products import Grouped, feeding, read_grouped, same_groups
+from moe_compiler.passes.formulations.matrices import collect
 from moe_compiler.passes.formulations.pairs import (
     match_choice,
     match_pair_index,
@@ -60,6 +61,7 @@ __all__ = [
     "gather_tokens",
     "gathered_home",
     "home",
+    "match_of",
     "match_sizes",
     "sort",
     "weigh",
@@ -389,25 +391,46 @@ def gathered_home(b: Bindings) -> None:
 
 
 def finish(b: Bindings, formulation: str) -> Match:
-    """The Match of a block of sorted rows."""
-    check_sizes(b.x, b.ids, b.weights)
+    """The Match of a block of grouped products of sorted rows."""
     packed = b.activation.gate.part is not None
-    up: Grouped | None = None if packed or b.activation.up is None else b.first[1]
-    roles = {"gate": b.first[0], "down": b.down} | ({"up": up} if up is not None else {})
-    weights = {role: product.weights for role, product in roles.items()}
-    if len({len(found) for found in weights.values()}) > 1:
-        # A list of tensors is one kind: all packed, or all one an expert.
-        weights = {role: product.matrices for role, product in roles.items()}
+    roles = {"gate": b.first[0], "down": b.down}
+    if not packed and b.activation.up is not None:
+        roles["up"] = b.first[1]
+    transposed = frozenset(role for role, product in roles.items() if product.transposed)
+    if all(product.matrices for product in roles.values()):
+        matrices = {role: product.matrices for role, product in roles.items()}
+    else:
+        matrices = {role: product.weights for role, product in roles.items()}
+    return match_of(b, formulation, b.activation, b.down.matmul, matrices, transposed)
+
+
+def match_of(
+    b: Bindings,
+    formulation: str,
+    activation: Activation,
+    matmul: Node,
+    matrices: dict[str, tuple[Node, ...]],
+    transposed: frozenset[str],
+) -> Match:
+    """The Match of a block of sorted rows. matrices: for each role one packed tensor, or one matrix an expert.
+
+    Matrices that are the slices of one tensor become that tensor, if it is so in all roles: a list of tensors is one
+    kind for all of them.
+    """
+    check_sizes(b.x, b.ids, b.weights)
+    together = {role: collect(list(found)) if len(found) > 1 else found for role, found in matrices.items()}
+    if len({len(found) for found in together.values()}) == 1:
+        matrices = together
     return Match(
         formulation=formulation,
-        spec=experts_spec(b.activation, b.down.matmul, b.output, b.weight_at),
+        spec=experts_spec(activation, matmul, b.output, b.weight_at),
         x_TH=b.x,
         ids_TK=b.ids,
         weights_TK=b.weights,
-        gate=weights["gate"],
-        up=weights.get("up", ()),
-        down=weights["down"],
-        transposed=frozenset(role for role, product in roles.items() if product.transposed),
+        gate=matrices["gate"],
+        up=matrices.get("up", ()),
+        down=matrices["down"],
+        transposed=transposed,
         output=b.output,
         base=b.roles.get("base"),
         anchor=b.anchor,

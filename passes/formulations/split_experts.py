@@ -10,17 +10,20 @@ without rows: a loop that skips them branches on the data and cannot be captured
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch.fx import Graph, Node
 
-from moe_compiler.moe_ir import Match, Miss, op_name
-from moe_compiler.passes.formulations import loop, sorted_rows
-from moe_compiler.passes.formulations.activation import match_activation
+from moe_compiler.moe_ir import Match, op_name
+from moe_compiler.passes.formulations import sorted_rows
+from moe_compiler.passes.formulations.activation import Activation, match_activation
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
-from moe_compiler.passes.formulations.contraction import contraction
+from moe_compiler.passes.formulations.contraction import Product, contraction
 from moe_compiler.passes.formulations.grouped_products import part_of, read_parts
+from moe_compiler.passes.formulations.matrices import plain_product, stored
 from moe_compiler.passes.formulations.one_hot_loop import Expert
-from moe_compiler.passes.formulations.walk import arg, dtype_of, is_op, require, strip_views_casts
+from moe_compiler.passes.formulations.walk import arg, dtype_of, is_op, require, shape_of, strip_views_casts
 
 __all__ = ["SPLIT_EXPERTS"]
 
@@ -48,30 +51,47 @@ def anchors(graph: Graph) -> list[Node]:
     return found
 
 
+@dataclass(frozen=True)
+class _Expert:
+    """What one part of the rows goes through: gate and up (or the one that there is), an activation, down."""
+
+    activation: Activation
+    first: tuple[Product, ...]
+    down: Product
+
+    def kind(self) -> tuple[object, ...]:
+        """What must be equal for all experts of one block."""
+        products = (*self.first, self.down)
+        layouts = tuple((shape_of(matrix), transposed) for matrix, transposed in map(stored, products))
+        half = self.activation.gate
+        own = (*vars(replace(self.activation, gate=None, up=None)).values(), half.part, self.activation.up is not None)
+        return (*own, layouts, tuple(dtype_of(product.node) for product in products))
+
+
 def experts(b: Bindings) -> None:
     """Part e of the split goes through expert e, and the results are put together in that order."""
-    picks: list[loop.Pick] = []
+    found: list[_Expert] = []
     split: Node | None = None
-    for expert, part in enumerate(b.anchor.args[0]):
-        rows = strip_views_casts(part)
-        down = loop.linear(rows, f"down (expert {expert})")
+    for number, part in enumerate(b.anchor.args[0]):
+        down = plain_product(strip_views_casts(part), f"down (expert {number})")
         activation = match_activation(down.rows)
         halves = [half.source for half in (activation.gate, activation.up) if half is not None]
-        first = tuple(loop.linear(source, f"gate and up (expert {expert})") for source in halves)
+        first = tuple(plain_product(source, f"gate and up (expert {number})") for source in halves)
         for product in first:
             read = part_of(product.rows)
             own = strip_views_casts(product.rows)
-            require(read is not None, f"expert {expert} reads {op_name(own)}, not a part of the rows", product.node)
+            require(read is not None, f"expert {number} reads {op_name(own)}, not a part of the rows", product.node)
             assert read is not None
-            require(read[1] == expert, f"expert {expert} reads part {read[1]} of the rows", product.node)
+            require(read[1] == number, f"expert {number} reads part {read[1]} of the rows", product.node)
             require(split is None or read[0] is split, "the experts read parts of different splits", product.node)
             split = read[0]
-        pick = loop.Pick(expert, rows, rows, rows, rows=rows, activation=activation, down=down, first=first)
-        picks.append(pick)
+        for product in (*first, down):
+            require(product.rows_letters[-1:] == product.contracted, "the rows are not [n, in]", product.node)
+        found.append(_Expert(activation, first, down))
     assert split is not None
     sizes = tuple(split.args[1])  # type: ignore[arg-type]
-    require(len(sizes) == len(picks), f"{len(sizes)} parts but {len(picks)} experts", b.anchor)
-    b.bind(picks=picks, sizes=sizes, down=picks[0].down, activation=picks[0].activation, split=split)
+    require(len(sizes) == len(found), f"{len(sizes)} parts but {len(found)} experts", b.anchor)
+    b.bind(each=found, sizes=sizes, split=split)
 
 
 def dispatch(b: Bindings) -> None:
@@ -82,25 +102,29 @@ def dispatch(b: Bindings) -> None:
 def count(b: Bindings) -> None:
     """They are split by the counts of those ids."""
     counted = sorted_rows.match_sizes(b, b.sizes)
-    require(counted == len(b.picks), f"{counted} counts but {len(b.picks)} experts", b.anchor)
-    b.bind(experts=counted)
+    require(counted == len(b.each), f"{counted} counts but {len(b.each)} experts", b.anchor)
 
 
 def alike(b: Bindings) -> None:
     """All experts have one activation, layout and dtype."""
     kinds: dict[tuple[object, ...], int] = {}
-    for pick in b.picks:
-        kinds.setdefault(loop.kind(pick), pick.expert)
+    for number, expert in enumerate(b.each):
+        kinds.setdefault(expert.kind(), number)
     pair = " and ".join(map(str, list(kinds.values())[:2]))
-    if len(kinds) != 1:
-        raise Miss(f"experts {pair} differ in activation, layout or dtype", b.anchor)
-    sorted_rows.weigh_input(b, dtype_of(b.picks[0].first[0].node))
+    require(len(kinds) == 1, f"experts {pair} differ in activation, layout or dtype", b.anchor)
+    sorted_rows.weigh_input(b, dtype_of(b.each[0].first[0].node))
 
 
 def finish(b: Bindings) -> Match:
-    match = loop.finish(b, "split_experts")
-    match.base = b.roles.get("base")
-    return match
+    activation = b.each[0].activation
+    packed = activation.gate.part is not None
+    products = {"gate": [expert.first[0] for expert in b.each], "down": [expert.down for expert in b.each]}
+    if not packed and activation.up is not None:
+        products["up"] = [expert.first[1] for expert in b.each]
+    columns = {role: [stored(product) for product in column] for role, column in products.items()}
+    matrices = {role: tuple(matrix for matrix, _ in column) for role, column in columns.items()}
+    transposed = frozenset(role for role, column in columns.items() if column[0][1])
+    return sorted_rows.match_of(b, "split_experts", activation, b.each[0].down.node, matrices, transposed)
 
 
 class SplitModules(torch.nn.Module):
