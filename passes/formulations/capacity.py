@@ -30,6 +30,7 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.contraction import Product, contraction, match_product
+from moe_compiler.passes.formulations.counts import EXACT, is_integer_cast
 from moe_compiler.passes.formulations.pairs import are_distinct, in_range, match_choice, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -49,8 +50,15 @@ __all__ = ["CAPACITY"]
 
 
 def _any_cast(node: Node) -> Node:
-    """What is behind views and conversions of any kind: masks come as truth values, integers and floats."""
+    """What is behind views and conversions of zeros and ones, which come as truth values, integers and floats."""
     return strip(node, lambda n: strip_views(n) is not n or is_cast(n) or is_op(n, "to", "_to_copy", "type_as"))
+
+
+def _exact(node: Node) -> Node:
+    """What is behind views and conversions that keep a rank as it is."""
+    node = strip(node, lambda n: strip_views(n) is not n or is_integer_cast(n))
+    require(node.meta["val"].dtype in EXACT, f"ranks are counted in {node.meta['val'].dtype}", node)
+    return node
 
 
 def _is_number_cast(node: Node) -> bool:
@@ -211,16 +219,16 @@ def weigh(b: Bindings) -> None:
 
 def rank(b: Bindings) -> None:
     """A kept choice is one whose rank within its expert is below the capacity, and its place is that rank."""
-    place = _any_cast(b.place)
+    place = _exact(b.place)
     kept, ranks = _ordered(_factors(_summed(place, -1)), "add", "sub")
-    kept, ranks = _any_cast(kept), _any_cast(ranks)
+    kept, ranks = _any_cast(kept), _exact(ranks)
     own = any(_any_cast(factor) is kept for factor in _factors(b.weights_KTE))
     require(own, "weights and places are of different choices", b.weights_KTE)
     chosen, below = _ordered(_factors(kept), "lt", "gt", "le", "ge")
     below = _any_cast(below)
     require(is_op(below, "lt"), f"choices are kept by {op_name(below)}, not by rank < capacity", below)
     require(_same_number(below.args[1], b.capacity), "choices are kept below another number than the slots", below)
-    require(_any_cast(below.args[0]) is ranks, "choices are kept by another rank", below)  # type: ignore[arg-type]
+    require(_exact(below.args[0]) is ranks, "choices are kept by another rank", below)  # type: ignore[arg-type]
     b.bind(chosen=_any_cast(chosen), ranks=ranks)
 
 
@@ -242,7 +250,7 @@ def choose(b: Bindings) -> None:
     one = b.ranks
     minus = (is_op(one, "sub") and one.args[1] == 1) or (is_op(one, "add") and one.args[1] == -1)
     require(minus, "the rank is not a cumulated sum minus one", one)
-    total = _any_cast(one.args[0])
+    total = _exact(one.args[0])
     require(is_op(total, "cumsum") and arg(total, "dim") == 0, "the rank does not count along the choices", total)
     counted = _any_cast(total.args[0])  # type: ignore[arg-type]
     flat = shape_of(total)

@@ -26,10 +26,10 @@ from moe_compiler.passes.formulations.walk import (
     view_or_cast,
 )
 
-__all__ = ["choice_map", "is_integer_cast", "map_choice", "match_counts", "match_offsets"]
+__all__ = ["EXACT", "choice_map", "is_integer_cast", "map_choice", "match_counts", "match_offsets"]
 
 # Every number of an expert, and every count, is exact in these.
-_NUMBERS = (torch.int32, torch.int64, torch.float32, torch.float64)
+EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def is_integer_cast(node: Node) -> bool:
@@ -37,7 +37,7 @@ def is_integer_cast(node: Node) -> bool:
     if not is_op(node, "to", "_to_copy", "type_as") or not isinstance(node.args[0], Node):
         return False
     before, after = (getattr(n.meta.get("val"), "dtype", None) for n in (node.args[0], node))
-    return before in (torch.bool, *_NUMBERS) and after in _NUMBERS
+    return before in (torch.bool, *EXACT) and after in EXACT
 
 
 def _behind(node: Node, *, truth: bool = False) -> Node:
@@ -126,7 +126,7 @@ def _summed(counts: Node, ids: Node) -> None:
     experts = shape_of(counts)[0]
     node = counts
     while is_op(node, "sum"):
-        require(node.meta["val"].dtype in _NUMBERS, f"the ids are counted in {node.meta['val'].dtype}", node)
+        require(node.meta["val"].dtype in EXACT, f"the ids are counted in {node.meta['val'].dtype}", node)
         source = node.args[0]
         rank = len(shape_of(source))
         dims = arg(node, "dim") if _has_dim(node) else None

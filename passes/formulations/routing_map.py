@@ -26,6 +26,7 @@ from moe_compiler.passes.formulations.walk import (
     is_op,
     is_zeros,
     require,
+    same_size,
     same_value,
     shape_of,
     strip_ids,
@@ -63,7 +64,9 @@ def _counts_tokens(node: object) -> bool:
     source = node.args[0]
     inner = shape_of(source)  # type: ignore[arg-type]
     row = len(inner) == 1 or (len(inner) == 2 and inner[0] == 1)
-    return row and len(shape_of(node)) == 2 and is_counting(strip_ids(source))  # type: ignore[arg-type]
+    full = shape_of(node)
+    whole = row and len(full) == 2 and same_size(inner[-1], full[-1])
+    return whole and is_counting(strip_ids(source))  # type: ignore[arg-type]
 
 
 def select(b: Bindings) -> None:

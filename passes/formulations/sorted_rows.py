@@ -404,6 +404,20 @@ def finish(b: Bindings, formulation: str) -> Match:
     return match_of(b, formulation, b.activation, b.down.matmul, matrices, transposed)
 
 
+def _check_widths(
+    b: Bindings, activation: Activation, matrices: dict[str, tuple[Node, ...]], transposed: frozenset[str]
+) -> None:
+    """Rows go through the products whole: a view may not have cut them in between."""
+    sizes = {}
+    for role, found in matrices.items():
+        out, inner = shape_of(found[0])[-2:]
+        sizes[role] = (inner, out) if role in transposed else (out, inner)
+    halves = 1 if activation.gate.part is None else 2
+    whole = all(sizes[role][1] == shape_of(b.x)[1] for role in sizes if role != "down")
+    whole = whole and all(sizes[role][0] == halves * sizes["down"][1] for role in sizes if role != "down")
+    require(whole, "the rows are reshaped between the tokens and the down projection", b.anchor)
+
+
 def match_of(
     b: Bindings,
     formulation: str,
@@ -418,6 +432,7 @@ def match_of(
     kind for all of them.
     """
     check_sizes(b.x, b.ids, b.weights)
+    _check_widths(b, activation, matrices, transposed)
     together = {role: collect(list(found)) if len(found) > 1 else found for role, found in matrices.items()}
     if len({len(found) for found in together.values()}) == 1:
         matrices = together

@@ -134,3 +134,18 @@ def test_rows_that_are_added_to_an_input_in_place_leave_it_to_the_model():
     assert miss.step == "closed" and "not the block's" in miss.reason
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(ours, eager)
+
+
+def test_rows_that_are_cut_on_the_way_are_refused():
+    """Each row as two of half the width, with half of the columns of every matrix: offsets that are twice as many."""
+
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        offsets = torch.cumsum(torch.bincount(ids.flatten(), minlength=E), 0, dtype=torch.int32)
+        perm = torch.argsort(ids.flatten(), stable=True)
+        rows = x[perm // K].view(-1, H // 2)
+        gate, up = torch._grouped_mm(rows, b.gate_up[:, :, : H // 2].mT, offs=offsets).chunk(2, -1)
+        rows = torch._grouped_mm(F.silu(gate) * up, b.down[:, : H // 2].mT, offs=offsets).view(-1, H)
+        return torch.zeros_like(x).scatter_add(0, rows_of(perm // K), rows * weights.flatten()[perm][:, None])
+
+    assert "reshaped" in refused(Block(spelling, BF16), tokens(), "grouped_scatter")
