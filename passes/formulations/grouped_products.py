@@ -25,6 +25,7 @@ from moe_compiler.passes.formulations.walk import (
 
 __all__ = [
     "Grouped",
+    "check_readable",
     "feeding",
     "is_grouped_mm",
     "last_grouped",
@@ -139,18 +140,44 @@ def last_grouped(graph: Graph) -> list[Node]:
 
 def last_parts(graph: Graph) -> list[Node]:
     """Concatenated products of parts that are fed by others: the down projections."""
-    return _last([node for node in graph.nodes if is_op(node, "cat", "concat") and read_parts(node) is not None])
+    return _last([node for node in graph.nodes if _split_source(node) is not None])
+
+
+def _split_source(node: Node) -> Node | None:
+    """The rows whose parts `node` multiplies and concatenates, whether or not all of it can be read."""
+    parts = node.args[0] if is_op(node, "cat", "concat") and arg(node, "dim") == 0 else None
+    first = strip_views_casts(parts[0]) if isinstance(parts, (list, tuple)) and parts else None  # type: ignore[arg-type]
+    if not is_op(first, "linear", "addmm", "mm", "matmul"):
+        return None
+    operands = [operand for operand in first.args if isinstance(operand, Node)]  # type: ignore[union-attr]
+    part = next((found for operand in operands if (found := part_of(operand)) is not None), None)
+    return part[0].args[0] if part is not None else None  # type: ignore[return-value]
 
 
 def _last(products: list[Node]) -> list[Node]:
+    """Those that are fed by others; one that cannot be read is seen too, so that the reason can be told."""
     found: list[Node] = []
     known: set[Node] = set()
     for node in products:
-        read = read_grouped(node)
-        if read is not None and fed_by(read.rows, known):
+        rows = node.args[0] if is_grouped_mm(node) else _split_source(node)
+        if isinstance(rows, Node) and fed_by(rows, known):
             found.append(node)
         known.add(node)
     return found
+
+
+def check_readable(node: Node) -> None:
+    """Raise the Miss that tells why `read_grouped` cannot read a down projection; nothing when it can."""
+    if read_grouped(node) is not None:
+        return
+    if is_grouped_mm(node):
+        raise Miss("the grouped matmul has a bias, no offsets, or other than packed matrices", node)
+    for expert, part in enumerate(node.args[0]):  # type: ignore[arg-type, union-attr]
+        product = plain_product(strip_views_casts(part), f"down (expert {expert})")  # type: ignore[arg-type]
+        read = part_of(product.rows)
+        if read is None or read[1] != expert:
+            raise Miss(f"expert {expert} does not read part {expert} of the rows", product.node)
+    raise Miss("the parts' products differ in layout, or are not one for each part", node)
 
 
 def feeding(rows: Node, limit: int = 12) -> list[Grouped]:

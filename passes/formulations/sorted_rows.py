@@ -23,7 +23,13 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.counts import match_counts, match_offsets
-from moe_compiler.passes.formulations.grouped_products import Grouped, feeding, read_grouped, same_groups
+from moe_compiler.passes.formulations.grouped_products import (
+    Grouped,
+    check_readable,
+    feeding,
+    read_grouped,
+    same_groups,
+)
 from moe_compiler.passes.formulations.matrices import collect
 from moe_compiler.passes.formulations.pairs import (
     match_choice,
@@ -89,7 +95,7 @@ def _scaled(node: Node) -> tuple[Node, Node] | None:
 def dispatch(b: Bindings) -> None:
     """The first products' rows are gathered tokens, weighted or not."""
     down = read_grouped(b.anchor)
-    require(down is not None, "the grouped matmul has a bias, no offsets, or other than packed matrices", b.anchor)
+    check_readable(b.anchor)
     assert down is not None
     first = feeding(down.rows)
     require(bool(first), "no other grouped matmul feeds the down projection", b.anchor)

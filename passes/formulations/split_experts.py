@@ -39,6 +39,13 @@ def _split_before(node: Node, limit: int = 12) -> bool:
     return False
 
 
+def _is_product(node: object) -> bool:
+    """A product, also one with a bias: refused, but seen, so that the reason can be told."""
+    if is_op(node, "add", "add_"):
+        return any(_is_product(source) for source in node.args[:2])  # type: ignore[union-attr]
+    return is_op(node, "linear", "addmm") or contraction(node) is not None
+
+
 def anchors(graph: Graph) -> list[Node]:
     """Concatenated products, each of an activation of a part of one split."""
     found = []
@@ -46,7 +53,7 @@ def anchors(graph: Graph) -> list[Node]:
         if not is_op(node, "cat", "concat") or not isinstance(node.args[0], (list, tuple)) or arg(node, "dim") != 0:
             continue
         first = strip_views_casts(node.args[0][0]) if node.args[0] else node
-        if contraction(first) is not None and read_parts(node) is None and _split_before(first):
+        if _is_product(first) and read_parts(node) is None and _split_before(first):
             found.append(node)
     return found
 

@@ -149,3 +149,32 @@ def test_rows_that_are_cut_on_the_way_are_refused():
         return torch.zeros_like(x).scatter_add(0, rows_of(perm // K), rows * weights.flatten()[perm][:, None])
 
     assert "reshaped" in refused(Block(spelling, BF16), tokens(), "grouped_scatter")
+
+
+def biased(down: bool, up: bool, whole: bool) -> Block:
+    """Linear layers of the parts, some with a bias."""
+
+    def layer(b: Block, weight: Tensor, e: int, rows: Tensor, has: bool) -> Tensor:
+        return F.linear(rows, weight[e], b.router.flatten()[: weight.shape[1]] if has else None)
+
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        sizes = F.one_hot(ids, E).sum((0, 1)).tolist()
+        perm = ids.flatten().argsort(stable=True)
+        parts = x[perm // K].split(sizes)
+        act = [F.silu(layer(b, b.gate, e, parts[e], False)) * layer(b, b.up, e, parts[e], up) for e in range(E)]
+        if not whole:
+            act = list(torch.cat(act).split(sizes))
+        rows = torch.cat([layer(b, b.down, e, act[e], down) for e in range(E)])
+        return torch.zeros_like(x).index_add(0, perm // K, rows * weights.flatten()[perm][:, None])
+
+    return Block(spelling)
+
+
+@pytest.mark.parametrize(
+    ("down", "up", "whole"),
+    [(True, False, True), (False, True, True), (True, False, False)],
+    ids=["whole-down", "whole-up", "apart-down"],
+)
+def test_a_part_with_a_bias_is_refused_and_the_bias_named(down, up, whole):
+    assert "has a bias" in refused(biased(down, up, whole), torch.randn(5, H))
