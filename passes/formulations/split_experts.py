@@ -42,7 +42,7 @@ def _split_before(node: Node, limit: int = 12) -> bool:
 def _is_product(node: object) -> bool:
     """A product, also one with a bias: refused, but seen, so that the reason can be told."""
     if is_op(node, "add", "add_"):
-        return any(_is_product(source) for source in node.args[:2])  # type: ignore[union-attr]
+        return any(_is_product(source) for source in node.args[:2])  # type: ignore[attr-defined]
     return is_op(node, "linear", "addmm") or contraction(node) is not None
 
 
