@@ -210,7 +210,8 @@ def _check_place(b: Bindings, pick: Pick) -> None:
         place = node.args[1] == 0 and _is_token(pick, node.args[2]) and arg(node, "alpha") == 1
         pick.rows = node.args[3]  # type: ignore[assignment]
     elif is_op(node, "scatter_add", "scatter_add_"):
-        place = node.args[1] == 0 and _is_token(pick, node.args[2])
+        place = node.args[1] == 0 and _is_token(pick, node.args[2], node)
+        place = place and shape_of(node.args[3])[-1:] == shape_of(node)[-1:]  # type: ignore[arg-type]
         pick.rows = node.args[3]  # type: ignore[assignment]
     else:
         indices = node.args[1]
@@ -224,10 +225,10 @@ def _check_place(b: Bindings, pick: Pick) -> None:
     require(place, f"expert {pick.expert} adds its rows at another place than its tokens", node)
 
 
-def _is_token(pick: Pick, index: object) -> bool:
-    """Does an index name the tokens that an expert picked, for whole rows or for each of their elements?"""
-    rows = row_index(index) if isinstance(index, Node) else None
-    return rows is not None and strip_ids(rows) is pick.token
+def _is_token(pick: Pick, index: object, of: Node | None = None) -> bool:
+    """Does an index name the tokens that an expert picked: whole rows, or each element of the rows of `of`?"""
+    rows = row_index(index, of) if isinstance(index, Node) and of is not None else index
+    return isinstance(rows, Node) and len(shape_of(rows)) == 1 and strip_ids(rows) is pick.token
 
 
 def _is_choice(pick: Pick, index: object) -> bool:

@@ -234,19 +234,23 @@ def rows_at(node: Node) -> tuple[Node, Node] | None:
         return (node.args[0], node.args[2]) if arg(node, "dim") == 0 else None  # type: ignore[return-value]
     if is_op(node, "gather", "take_along_dim"):
         index = node.args[2] if is_op(node, "gather") else node.args[1]
-        column = row_index(index)  # type: ignore[arg-type]
+        column = row_index(index, node.args[0])  # type: ignore[arg-type]
         return (node.args[0], column) if arg(node, "dim") == 0 and column is not None else None  # type: ignore[return-value]
     return None
 
 
-def row_index(index: Node) -> Node | None:
-    """The index [S] of whole rows behind one that names every element [S, H]: index[:, None].expand(-1, H)."""
+def row_index(index: Node, of: Node) -> Node | None:
+    """The index [S] of whole rows of `of` [T, H] behind one for every element, index[:, None].expand(-1, H).
+
+    None when it is something else: one that is narrower than the rows leaves out the columns beyond it.
+    """
     if len(shape_of(index)) == 1:
         return index
     if is_op(index, "expand", "expand_as", "broadcast_to", "repeat", "tile"):
         source = index.args[0]
         inner, full = shape_of(source), shape_of(index)
-        if len(inner) == len(full) == 2 and inner[1] == 1 and same_size(inner[0], full[0]):
+        rows = len(inner) == len(full) == 2 and inner[1] == 1 and same_size(inner[0], full[0])
+        if rows and same_size(full[1], shape_of(of)[-1]):
             return matrix_behind(source, inner[:1], lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
     return None
 

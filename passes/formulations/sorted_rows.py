@@ -320,12 +320,13 @@ def added_home(b: Bindings) -> None:
         dim, index, values = step.args[1], step.args[2], step.args[3]  # type: ignore[assignment]
         scaled = is_op(step, "index_add", "index_add_") and arg(step, "alpha") != 1
         require(not scaled, "the combine scales the rows (alpha)", step)
-    column = row_index(index) if isinstance(index, Node) else None
+    column = row_index(index, step) if isinstance(index, Node) else None
     at_token = dim == 0 and column is not None and _is_token(b, column)
     require(at_token, "the rows are added at another index than their tokens", step)
     require(isinstance(values, Node) and strip_views_casts(values) is b.result, "other rows are added", step)
     shape = shape_of(step)
-    require(len(shape) == 2 and same_size(shape[0], b.tokens), "the result is not [T, H]", step)
+    whole = len(shape) == 2 and same_size(shape[0], b.tokens) and shape_of(values)[-1:] == shape[1:]
+    require(whole, "the result is not [T, H] of whole rows", step)
     require(isinstance(base, Node) and dtype_of(base) == dtype_of(step), "the result changes its dtype", step)
     if is_zeros(strip_views(base)):
         b.bind(output=trailing_cast(step), base=None)
@@ -355,7 +356,7 @@ def _written_at(node: Node) -> Node | None:
     elif is_op(node, "scatter", "scatter_"):
         base, dim, index = node.args[:3]
         reduces = any(a.name == "reduce" for a in node.target._schema.arguments) and arg(node, "reduce") is not None
-        index = row_index(index) if dim == 0 and not reduces and isinstance(index, Node) else None
+        index = row_index(index, node) if dim == 0 and not reduces and isinstance(index, Node) else None
     else:
         return None
     new = is_op(base, "empty_like", "empty", "new_empty") or is_zeros(base)
@@ -369,7 +370,8 @@ def gathered_home(b: Bindings) -> None:
     if written is not None:
         require(same_value(strip_ids(written), b.perm), "the rows are written at another index than perm", step)
         values = step.args[2] if is_op(step, "index_put", "index_put_") else step.args[3]
-        require(isinstance(values, Node) and strip_views_casts(values) is b.result, "other rows are written", step)
+        whole = isinstance(values, Node) and shape_of(values)[-1:] == shape_of(step)[-1:]
+        require(whole and strip_views_casts(values) is b.result, "other rows are written", step)
     elif gathered is not None:
         combine.match_inverse(gathered[1], b.perm)
     else:

@@ -488,6 +488,14 @@ DAMAGED: tuple[Damaged, ...] = (
         add=lambda x, token, rows: torch.zeros_like(x).scatter_add(0, rows_of(token.flip(0)), rows),
     ),
     _scatter(
+        "half_of_the_columns", "added_home", "another index",
+        add=lambda x, token, rows: torch.zeros_like(x).scatter_add(0, rows_of(token)[:, :1].expand(-1, H // 2), rows),
+    ),
+    _scatter(
+        "half_of_the_tokens", "dispatch", "not from a gather",
+        read=lambda x, token: F.pad(torch.gather(x, 0, rows_of(token)[:, :1].expand(-1, H // 2)), (0, H // 2)),
+    ),
+    _scatter(
         "overwrites", "added_home", "overwrite one another",
         add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
     ),

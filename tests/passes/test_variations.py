@@ -284,10 +284,11 @@ def test_another_way_of_writing_the_same_step_is_the_same(key):
     [
         ("replaces rows", lambda y, t, rows: y.index_put((t,), rows)),
         ("0 times, not once", lambda y, t, rows: y.scatter(0, t[:, None].expand(-1, H), rows)),
+        ("another place", lambda y, t, rows: y.scatter_add(0, t[:, None].expand(-1, H // 2), rows)),
         ("0 times, not once", lambda y, t, rows: y.scatter_reduce(0, t[:, None].expand(-1, H), rows, "amax")),
         ("another place", lambda y, t, rows: y.index_add(0, t, rows, alpha=2)),
     ],
-    ids=["index_put", "scatter", "scatter_reduce", "alpha"],
+    ids=["index_put", "scatter", "half_of_the_columns", "scatter_reduce", "alpha"],
 )
 def test_an_addition_of_another_kind_is_never_taken_for_one(words, add):
     def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
