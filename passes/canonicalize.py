@@ -1,8 +1,8 @@
 """Fewer spellings of the same thing, before the finder looks.
 
 Only what leaves every value as it was: an in-place operator on memory that nobody else can see becomes the operator
-that returns a new tensor, and casts, reshapes and slices that change nothing disappear. An in-place operator on an
-input, on a view of one, or on anything still read under its old name afterwards stays as it is. What an exported
+that returns a new tensor, and casts, reshapes, slices and dropouts that change nothing disappear. An in-place operator
+on an input, on a view of one, or on anything still read under its old name afterwards stays as it is. What an exported
 program states about the dtype of a value has been checked by the capture, and goes.
 """
 
@@ -20,6 +20,7 @@ __all__ = ["canonicalize"]
 
 _aten = torch.ops.aten
 _END = 2**63 - 1
+_DROPOUTS = (_aten.dropout, _aten.feature_dropout, _aten.alpha_dropout, _aten.feature_alpha_dropout)
 _SAME_SHAPE_NO_OPS = (_aten.reshape, _aten.view)
 
 
@@ -90,6 +91,8 @@ def _is_no_op(node: Node) -> bool:
         copy = node.args[3] if len(node.args) > 3 else node.kwargs.get("copy", False)
         return not copy and node.kwargs.get("memory_format") is None and len(node.args) < 5
     packet = getattr(node.target, "overloadpacket", None)
+    if packet in _DROPOUTS:
+        return arg(node, "train") is False
     if packet in _SAME_SHAPE_NO_OPS:
         return [size_expr(s) for s in before.shape] == [size_expr(s) for s in value.shape]
     return packet is _aten.slice and _is_whole(node)
@@ -130,7 +133,7 @@ def _drop_statements(graph: Graph) -> int:
 
 @graph_pass(level=Level.CAPTURED, numerics="exact")
 def canonicalize(graph: Graph, context: Context) -> int:
-    """Make private in-place operators functional; drop casts and reshapes that change nothing, and stated dtypes.
+    """Make private in-place operators functional; drop casts, reshapes and dropouts without effect, and stated dtypes.
 
     before   p = topk(s); w = p.values.div_(sum(p.values)); w = w.to(float32); y = zeros.index_add_(0, t, v)
     after    p = topk(s); w = div(p.values, sum(p.values));                    y = index_add(zeros, 0, t, v)

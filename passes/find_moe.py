@@ -34,8 +34,7 @@ __all__ = ["find_moe"]
 
 def _operands(match: Match) -> list[Node]:
     found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
-    if match.weights_TK is not None:
-        found.append(match.weights_TK)
+    found += [node for node in (match.weights_TK, match.weights_KTE, match.base) if node is not None]
     return found
 
 
@@ -54,12 +53,21 @@ def _inside(match: Match) -> frozenset[Node]:
         if node in inside or node in boundary:
             continue
         if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
-            continue  # a size: it is computed from shapes alone
+            pending.extend(_behind_size(node, inside))
+            continue
         if node.op in ("placeholder", "get_attr"):
             raise Miss(f"the block also reads {node.name}, which no role explains", node)
         inside.add(node)
         pending.extend(read_by(node))
     return frozenset(inside)
+
+
+def _behind_size(node: Node, inside: set[Node]) -> list[Node]:
+    """What a size is computed from: nothing when from shapes alone; a tensor when its numbers are read (`item`)."""
+    if is_op(node, "item", "_local_scalar_dense"):
+        inside.add(node)
+        return node.all_input_nodes
+    return [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), torch.Tensor)]
 
 
 def _leads_somewhere(node: Node, inside: frozenset[Node]) -> bool:

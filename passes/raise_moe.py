@@ -88,15 +88,25 @@ class _Raising:
             self.replace(match.router_weights, weights)
         return weights, ids
 
+    def weights_of_choices(self, match: Match, ids_TK: Node) -> Node:
+        """The weights [T, K] out of [K, T, E], where each choice has its own in its expert's column."""
+        assert match.weights_KTE is not None
+        output = match.output
+        with self.graph.inserting_before(output):
+            weights_TE = insert(output, _aten.sum.dim_IntList, (self.now(match.weights_KTE), [0]))
+            return insert(output, _aten.gather.default, (weights_TE, 1, ids_TK))
+
     def block(self, match: Match) -> None:
         """Insert moepdl::experts before the block's output, which it replaces."""
         weights: Node | None
         if match.router is not None:
             weights, ids = self.router(match)
         else:
-            assert match.weights_TK is not None or match.per_pair
-            weights = self.now(match.weights_TK) if match.weights_TK is not None else None
             ids = self.now(match.ids_TK)
+            if match.weights_TK is not None:
+                weights = self.now(match.weights_TK)
+            else:
+                weights = None if match.per_pair else self.weights_of_choices(match, ids)
         spec = match.spec
         output, x, weight_at = match.output, self.now(match.x_TH), spec.weight_at
         with self.graph.inserting_before(output):
@@ -116,7 +126,10 @@ class _Raising:
                 lists.append([_cast(n, spec.compute_dtype) for n in oriented])
             attributes = (spec.activation, spec.gated, weight_at, spec.dtype)
             raised = insert(output, torch.ops.moepdl.experts.default, (x, ids, weights, *lists, *attributes))
-            self.replace(output, _shaped_like(raised, output))
+            result = _shaped_like(raised, output)
+            if match.base is not None:
+                result = insert(output, _aten.add.Tensor, (self.now(match.base), result))
+            self.replace(output, result)
 
 
 def _pairs(node: Node) -> Node:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import sympy
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
@@ -23,15 +22,17 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.contraction import Product, match_product
-from moe_compiler.passes.formulations.pairs import is_written, match_weights, token_rows
+from moe_compiler.passes.formulations.matrices import collect as _collect
+from moe_compiler.passes.formulations.matrices import stored as _stored
+from moe_compiler.passes.formulations.pairs import are_distinct, match_weights, row_index, rows_at, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
     elements_of,
     is_cast,
+    is_index_cast,
     is_op,
     is_zeros,
-    item_of,
     require,
     same_shape,
     shape_of,
@@ -40,12 +41,24 @@ from moe_compiler.passes.formulations.walk import (
     strip_views,
     strip_views_casts,
     swaps_last_two,
+    users_through,
+    view_or_cast,
 )
 
-__all__ = ["Pick", "accumulate", "complete", "compute", "finish", "picks_of_mask", "reordered", "weigh"]
+__all__ = [
+    "Pick",
+    "accumulate",
+    "complete",
+    "compute",
+    "feeds_where",
+    "finish",
+    "picks_of_mask",
+    "reordered",
+    "weigh",
+]
 
 _WHERE = ("where", "nonzero_numpy")
-_ADDS = ("index_add", "index_add_", "index_put", "index_put_")
+_ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_")
 
 
 @dataclass
@@ -163,7 +176,10 @@ def accumulate(b: Bindings) -> None:
     """Each expert adds rows at its own tokens, once, in a chain of additions that starts at zeros."""
     by_node: dict[Node, Pick] = {}
     for pick in b.picks:
-        adds = [user for user in pick.token.users if is_op(user, *_ADDS)]
+        users = users_through(
+            pick.token, lambda n: view_or_cast(n) or is_index_cast(n) or is_op(n, "expand", "expand_as")
+        )
+        adds = [user for user in users if is_op(user, *_ADDS)]
         require(
             len(adds) == 1, f"expert {pick.expert} adds its rows to a result {len(adds)} times, not once", pick.token
         )
@@ -191,11 +207,15 @@ def _check_place(b: Bindings, pick: Pick) -> None:
     node = pick.adds
     assert node is not None
     if is_op(node, "index_add", "index_add_"):
-        place = node.args[1] == 0 and node.args[2] is pick.token and arg(node, "alpha") == 1
+        place = node.args[1] == 0 and _is_token(pick, node.args[2]) and arg(node, "alpha") == 1
+        pick.rows = node.args[3]  # type: ignore[assignment]
+    elif is_op(node, "scatter_add", "scatter_add_"):
+        place = node.args[1] == 0 and _is_token(pick, node.args[2], node)
+        place = place and shape_of(node.args[3])[-1:] == shape_of(node)[-1:]  # type: ignore[arg-type]
         pick.rows = node.args[3]  # type: ignore[assignment]
     else:
         indices = node.args[1]
-        place = len(indices) == 1 and indices[0] is pick.token
+        place = len(indices) == 1 and _is_token(pick, indices[0])
         pick.rows = node.args[2]  # type: ignore[assignment]
         if place and not arg(node, "accumulate"):
             if "once" not in b.roles:  # the same answer for every expert
@@ -205,13 +225,20 @@ def _check_place(b: Bindings, pick: Pick) -> None:
     require(place, f"expert {pick.expert} adds its rows at another place than its tokens", node)
 
 
+def _is_token(pick: Pick, index: object, of: Node | None = None) -> bool:
+    """Does an index name the tokens that an expert picked: whole rows, or each element of the rows of `of`?"""
+    rows = row_index(index, of) if isinstance(index, Node) and of is not None else index
+    return isinstance(rows, Node) and len(shape_of(rows)) == 1 and strip_ids(rows) is pick.token
+
+
+def _is_choice(pick: Pick, index: object) -> bool:
+    return isinstance(index, Node) and strip_ids(index) is pick.choice
+
+
 def _check_once(b: Bindings, node: Node) -> None:
     """Rows written without accumulation keep one of two that a token adds: no token may choose an expert twice."""
-    topk = item_of(strip_ids(b.ids), 1, "topk")
-    distinct = topk is not None and arg(topk, "dim") in (-1, len(shape_of(topk.args[0])) - 1)
-    distinct = distinct and not is_written(strip_ids(b.ids))
     require(
-        distinct or shape_of(b.ids)[-1] == 1,
+        are_distinct(b.ids),
         "rows are written without accumulation, and nothing shows that a token chooses an expert only once",
         node,
         "take the ids from a top-k, or add the rows with index_add",
@@ -229,7 +256,7 @@ def _increment(pick: Pick) -> Node:
         read = strip_casts(old) if isinstance(old, Node) else None
         if is_op(read, "index") and read.args[0] is node.args[0]:
             indices = read.args[1]
-            if len(indices) == 1 and indices[0] is pick.token and isinstance(new, Node):
+            if len(indices) == 1 and _is_token(pick, indices[0]) and isinstance(new, Node):
                 return new
     raise Miss(f"expert {pick.expert} adds to other rows than it writes", value)
 
@@ -269,7 +296,7 @@ def _weighted(b: Bindings, pick: Pick, product: Node) -> tuple[Node, Node]:
         if len(indices) != 2:
             continue
         require(
-            indices[0] is pick.token and indices[1] is pick.choice,
+            _is_token(pick, indices[0]) and _is_choice(pick, indices[1]),
             f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked",
             index,
         )
@@ -326,14 +353,6 @@ def _is_matrix(node: Node, operand: Node) -> bool:
     return len(shape_of(operand)) == 2 and operand is (node.args[1][1] if is_op(node, "einsum") else node.args[1])
 
 
-def _stored(product: Product) -> tuple[Node, bool]:
-    """(matrix, is it [in, out]) of an expert's product, behind casts and a transpose."""
-    node = strip_casts(product.weight)
-    if swaps_last_two(node):
-        return strip_casts(node.args[0]), not product.transposed
-    return node, product.transposed
-
-
 def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | None]:
     """(x [T, H], weights or None) of the rows x[t], or x[t] * w[t, j], that an expert reads."""
     rows, weight = strip_views_casts(product.rows), None
@@ -344,8 +363,9 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
         check_weighted_input(value, dtype_of(product.node), int(shape_of(b.ids)[-1]))
         rows = strip_views_casts(value)
     tokens = elements_of(shape_of(b.ids)[:-1])
-    if is_op(rows, "index_select"):
-        picked = arg(rows, "dim") == 0 and rows.args[2] is pick.token
+    gathered = rows_at(rows)
+    if gathered is not None:
+        picked = _is_token(pick, gathered[1])
     else:
         require(
             is_op(rows, "index"),
@@ -356,29 +376,9 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
         indices = list(rows.args[1])
         lead = shape_of(rows.args[0])[: len(indices) - 1]
         skipped = all(item is None for item in indices[:-1]) and all(size == 1 for size in lead)
-        picked = skipped and indices[-1] is pick.token
+        picked = skipped and _is_token(pick, indices[-1])
     require(picked, f"expert {pick.expert} reads other tokens than it picked", rows)
     return token_rows(rows.args[0], tokens, rows), weight
-
-
-def _slice_of(node: Node) -> tuple[Node, int] | None:
-    """(packed, e) when `node` is packed[e]."""
-    if is_op(node, "select") and node.args[1] == 0:
-        return node.args[0], node.args[2]
-    if op_name(node) == "getitem" and item_of(node, node.args[1], "unbind") is not None:
-        unbind = node.args[0]
-        return (unbind.args[0], node.args[1]) if arg(unbind, "dim") == 0 else None
-    return None
-
-
-def _collect(matrices: list[Node]) -> tuple[Node, ...]:
-    """One packed tensor when the matrices are all its slices in order, else one node an expert."""
-    slices = [_slice_of(matrix) for matrix in matrices]
-    if all(found is not None and found == (slices[0][0], e) for e, found in enumerate(slices)):
-        packed = slices[0][0]
-        if shape_of(packed)[0] == sympy.Integer(len(matrices)):
-            return (packed,)
-    return tuple(matrices)
 
 
 def finish(b: Bindings, formulation: str) -> Match:

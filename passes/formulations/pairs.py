@@ -33,6 +33,7 @@ from moe_compiler.passes.formulations.walk import (
 )
 
 __all__ = [
+    "are_distinct",
     "in_range",
     "is_counting",
     "is_written",
@@ -43,6 +44,8 @@ __all__ = [
     "match_weights",
     "nearest_source",
     "pairs_matrix",
+    "row_index",
+    "rows_at",
     "token_rows",
 ]
 
@@ -196,6 +199,16 @@ def is_written(node: Node) -> bool:
     return False
 
 
+def are_distinct(ids: Node) -> bool:
+    """Is it known that no token chooses an expert twice: one choice a token, or a top-k that nobody wrote into?"""
+    if shape_of(ids)[-1] == 1:
+        return True
+    source = strip_ids(ids)
+    topk = item_of(source, 1, "topk")
+    along = topk is not None and arg(topk, "dim") in (-1, len(shape_of(topk.args[0])) - 1)
+    return along and not is_written(source)
+
+
 def match_weights(weight: Node, ids: Node, node: Node) -> Node:
     """The [T, k] routing weights behind the operand of a product; `node` is the product, for the reader.
 
@@ -232,6 +245,36 @@ def _doubled(node: Node, k: int) -> Node | None:
         inserted = len(before) == len(after) >= 2 and before[1] == 1 and after[1] == k
         if inserted and same_shape((before[0], *before[2:]), (after[0], *after[2:])):
             return source
+    return None
+
+
+def rows_at(node: Node) -> tuple[Node, Node] | None:
+    """(source, index) when `node` is source[index] along the first dimension, in any spelling; else None."""
+    if is_op(node, "index"):
+        indices = node.args[1]
+        return (node.args[0], indices[0]) if len(indices) == 1 and isinstance(indices[0], Node) else None  # type: ignore[return-value]
+    if is_op(node, "index_select"):
+        return (node.args[0], node.args[2]) if arg(node, "dim") == 0 else None  # type: ignore[return-value]
+    if is_op(node, "gather", "take_along_dim"):
+        index = node.args[2] if is_op(node, "gather") else node.args[1]
+        column = row_index(index, node.args[0])  # type: ignore[arg-type]
+        return (node.args[0], column) if arg(node, "dim") == 0 and column is not None else None  # type: ignore[return-value]
+    return None
+
+
+def row_index(index: Node, of: Node) -> Node | None:
+    """The index [S] of whole rows of `of` [T, H] behind one for every element, index[:, None].expand(-1, H).
+
+    None when it is something else: one that is narrower than the rows leaves out the columns beyond it.
+    """
+    if len(shape_of(index)) == 1:
+        return index
+    if is_op(index, "expand", "expand_as", "broadcast_to", "repeat", "tile"):
+        source = index.args[0]
+        inner, full = shape_of(source), shape_of(index)
+        rows = len(inner) == len(full) == 2 and inner[1] == 1 and same_size(inner[0], full[0])
+        if rows and same_size(full[1], shape_of(of)[-1]):
+            return matrix_behind(source, inner[:1], lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
     return None
 
 

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from moe_compiler.passes.formulations.base import Formulation
 from moe_compiler.passes.formulations.batched_mm import BATCHED_MM
+from moe_compiler.passes.formulations.capacity import CAPACITY
 from moe_compiler.passes.formulations.dense_bmm import DENSE_BMM
 from moe_compiler.passes.formulations.gather_einsum import GATHER_EINSUM
 from moe_compiler.passes.formulations.grouped_mm import GROUPED_MM
+from moe_compiler.passes.formulations.grouped_scatter import GROUPED_SCATTER
+from moe_compiler.passes.formulations.grouped_top1 import GROUPED_TOP1
 from moe_compiler.passes.formulations.one_hot_loop import ONE_HOT_LOOP
+from moe_compiler.passes.formulations.routing_map import ROUTING_MAP
+from moe_compiler.passes.formulations.split_experts import SPLIT_EXPERTS
+from moe_compiler.passes.formulations.split_linear import SPLIT_LINEAR
 from moe_compiler.passes.formulations.where_loop import WHERE_LOOP
 
 __all__ = ["FORMULATIONS", "formulation_names"]
 
-FORMULATIONS: tuple[Formulation, ...] = (GROUPED_MM, BATCHED_MM, GATHER_EINSUM, DENSE_BMM, ONE_HOT_LOOP, WHERE_LOOP)
+FORMULATIONS: tuple[Formulation, ...] = (
+    GROUPED_MM,
+    GROUPED_SCATTER,
+    GROUPED_TOP1,
+    BATCHED_MM,
+    GATHER_EINSUM,
+    DENSE_BMM,
+    CAPACITY,
+    SPLIT_LINEAR,
+    SPLIT_EXPERTS,
+    ROUTING_MAP,
+    ONE_HOT_LOOP,
+    WHERE_LOOP,
+)
 
 
 def formulation_names() -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class _Double(TorchFunctionMode):
         double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if kwargs.get("dtype") in _FLOATS:
             kwargs["dtype"] = torch.float64
-        if double and (func is Tensor.float or (func is Tensor.to and args[1] in _FLOATS)):
+        if double and (func is Tensor.float or (func is Tensor.to and args[1:2] and args[1] in _FLOATS)):
             return args[0]
         if func in (torch.topk, Tensor.topk):
             ids = self.ids.pop(0)

@@ -1,0 +1,192 @@
+"""Rows times the matrix of the expert that each belongs to, in sorted order: a grouped matmul, or parts of a split.
+
+    grouped_mm(rows, W, offsets)          cat([linear(part, W[e]) for e, part in enumerate(split(rows, sizes))])
+
+Both say where an expert's rows end: by offsets (a tensor) or by the sizes of the split (numbers read from one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from moe_compiler.moe_ir import Miss, op_name
+from moe_compiler.passes.formulations.contraction import fed_by
+from moe_compiler.passes.formulations.matrices import collect, plain_product, stored
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    dtype_of,
+    is_op,
+    same_value,
+    shape_of,
+    strip_views_casts,
+)
+
+__all__ = [
+    "Grouped",
+    "check_readable",
+    "feeding",
+    "is_grouped_mm",
+    "last_grouped",
+    "last_parts",
+    "part_of",
+    "read_grouped",
+    "read_parts",
+    "same_groups",
+]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """node [S, out] = rows [S, in] times each row's expert's matrix.
+
+    matmul: a node that computes (the node itself, or the first part's product). weights: one packed tensor or E
+    matrices; matrices: always E, empty for a grouped matmul; transposed: they are [.., in, out]. groups: the offsets,
+    or the sizes of a split.
+    """
+
+    node: Node
+    matmul: Node
+    rows: Node
+    weights: tuple[Node, ...]
+    matrices: tuple[Node, ...]
+    transposed: bool
+    groups: Node | tuple[object, ...]
+
+    @property
+    def experts(self) -> int:
+        if self.matrices:
+            return len(self.matrices)
+        size = shape_of(self.weights[0])[0]
+        return int(size) if size.is_Integer else -1
+
+
+def is_grouped_mm(node: object) -> bool:
+    """A grouped matmul of sorted rows: torch's own, or transformers' opaque operator."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return False
+    namespace = getattr(node.target, "namespace", "")
+    return (namespace == "aten" and op_name(node) == "_grouped_mm") or (
+        namespace == "transformers" and op_name(node) == "grouped_mm_fallback"
+    )
+
+
+def read_grouped(node: Node) -> Grouped | None:
+    """`node` as a grouped matmul of 2-D rows with packed matrices and offsets, or as parts; None when it is neither."""
+    if is_op(node, "cat", "concat"):
+        return read_parts(node)
+    if not is_grouped_mm(node):
+        return None
+    offs = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
+    bias = node.args[3] if len(node.args) > 3 else node.kwargs.get("bias")
+    rows, weight = node.args[:2]
+    plain = isinstance(rows, Node) and isinstance(weight, Node) and bias is None and isinstance(offs, Node)
+    if not plain or len(shape_of(rows)) != 2 or len(shape_of(weight)) != 3:  # type: ignore[arg-type]
+        return None
+    return Grouped(node, node, rows, (weight,), (), True, offs)  # type: ignore[arg-type]
+
+
+def part_of(node: Node) -> tuple[Node, int] | None:
+    """(split, e) when `node` is part e of a split of the rows by sizes."""
+    node = strip_views_casts(node)
+    if op_name(node) != "getitem" or node.op != "call_function":
+        return None
+    split = node.args[0]
+    if not is_op(split, "split_with_sizes", "split") or not isinstance(split.args[1], (list, tuple)):  # type: ignore[union-attr]
+        return None
+    return (split, node.args[1]) if arg(split, "dim") == 0 else None  # type: ignore[arg-type, return-value]
+
+
+def read_parts(node: Node) -> Grouped | None:
+    """`node` as the parts of a split in order, each times its own expert's matrix, one after the other."""
+    parts = node.args[0]
+    if not isinstance(parts, (list, tuple)) or arg(node, "dim") != 0 or not parts:
+        return None
+    split: Node | None = None
+    stores: list[tuple[Node, bool]] = []
+    first: Node | None = None
+    for expert, part in enumerate(parts):
+        try:
+            product = plain_product(strip_views_casts(part), "expert")  # type: ignore[arg-type]
+        except Miss:
+            return None
+        found = part_of(product.rows)
+        if found is None or found[1] != expert or (split is not None and found[0] is not split):
+            return None
+        if product.rows_letters[-1:] != product.contracted:
+            return None
+        split, first = found[0], first or product.node
+        stores.append(stored(product))
+    assert split is not None and first is not None
+    sizes = tuple(split.args[1])  # type: ignore[arg-type]
+    alike = len({transposed for _, transposed in stores}) == 1
+    same = len({(shape_of(matrix), dtype_of(matrix)) for matrix, _ in stores}) == 1
+    if len(parts) != len(sizes) or not alike or not same:
+        return None
+    matrices = tuple(matrix for matrix, _ in stores)
+    return Grouped(node, first, split.args[0], collect(list(matrices)), matrices, stores[0][1], sizes)  # type: ignore[arg-type]
+
+
+def same_groups(a: Grouped, b: Grouped) -> bool:
+    """Do two products split their rows at the same places?"""
+    return same_value(a.groups, b.groups)
+
+
+def last_grouped(graph: Graph) -> list[Node]:
+    """Grouped matmuls that are fed by another one: the down projections."""
+    return _last([node for node in graph.nodes if is_grouped_mm(node)])
+
+
+def last_parts(graph: Graph) -> list[Node]:
+    """Concatenated products of parts that are fed by others: the down projections."""
+    return _last([node for node in graph.nodes if _split_source(node) is not None])
+
+
+def _split_source(node: Node) -> Node | None:
+    """The rows whose parts `node` multiplies and concatenates, whether or not all of it can be read."""
+    parts = node.args[0] if is_op(node, "cat", "concat") and arg(node, "dim") == 0 else None
+    first = strip_views_casts(parts[0]) if isinstance(parts, (list, tuple)) and parts else None  # type: ignore[arg-type]
+    if not is_op(first, "linear", "addmm", "mm", "matmul"):
+        return None
+    operands = [operand for operand in first.args if isinstance(operand, Node)]  # type: ignore[union-attr]
+    part = next((found for operand in operands if (found := part_of(operand)) is not None), None)
+    return part[0].args[0] if part is not None else None  # type: ignore[return-value]
+
+
+def _last(products: list[Node]) -> list[Node]:
+    """Those that are fed by others; one that cannot be read is seen too, so that the reason can be told."""
+    found: list[Node] = []
+    known: set[Node] = set()
+    for node in products:
+        rows = node.args[0] if is_grouped_mm(node) else _split_source(node)
+        if isinstance(rows, Node) and fed_by(rows, known):
+            found.append(node)
+        known.add(node)
+    return found
+
+
+def check_readable(node: Node) -> None:
+    """Raise the Miss that tells why `read_grouped` cannot read a down projection; nothing when it can."""
+    if read_grouped(node) is not None:
+        return
+    if is_grouped_mm(node):
+        raise Miss("the grouped matmul has a bias, no offsets, or other than packed matrices", node)
+    for expert, part in enumerate(node.args[0]):  # type: ignore[arg-type, union-attr]
+        product = plain_product(strip_views_casts(part), f"down (expert {expert})")  # type: ignore[arg-type]
+        read = part_of(product.rows)
+        if read is None or read[1] != expert:
+            raise Miss(f"expert {expert} does not read part {expert} of the rows", product.node)
+    raise Miss("the parts' products differ in layout, or are not one for each part", node)
+
+
+def feeding(rows: Node, limit: int = 12) -> list[Grouped]:
+    """The grouped products that feed `rows` through an activation, the nearest first."""
+    level, seen, found = [rows], {rows}, []
+    for _ in range(limit):
+        reads = {node: read_grouped(node) for node in level}
+        found += [product for product in reads.values() if product is not None]
+        sources = (source for node, product in reads.items() if product is None for source in node.all_input_nodes)
+        level = [node for node in dict.fromkeys(sources) if node not in seen]
+        seen.update(level)
+    return found

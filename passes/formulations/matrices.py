@@ -1,0 +1,51 @@
+"""The matrices of experts that are multiplied one by one: how each is stored, whether all are one tensor's."""
+
+from __future__ import annotations
+
+import sympy
+from torch.fx import Node
+
+from moe_compiler.moe_ir import op_name
+from moe_compiler.passes.formulations.contraction import Product, match_product
+from moe_compiler.passes.formulations.walk import arg, is_op, item_of, shape_of, strip_casts, swaps_last_two
+
+__all__ = ["collect", "plain_product", "stored"]
+
+
+def plain_product(node: Node, what: str) -> Product:
+    """`node` as rows [n, in] times one matrix, without a bias; a Miss when it is not."""
+
+    def is_matrix(operand: Node) -> bool:
+        place = node.args[1]
+        second = place[1] if is_op(node, "einsum") else place  # type: ignore[index]
+        return len(shape_of(operand)) == 2 and operand is second
+
+    return match_product(node, is_matrix, what)
+
+
+def stored(product: Product) -> tuple[Node, bool]:
+    """(matrix, is it [in, out]) of an expert's product, behind casts and a transpose."""
+    node = strip_casts(product.weight)
+    if swaps_last_two(node):
+        return strip_casts(node.args[0]), not product.transposed
+    return node, product.transposed
+
+
+def _slice_of(node: Node) -> tuple[Node, int] | None:
+    """(packed, e) when `node` is packed[e]."""
+    if is_op(node, "select") and node.args[1] == 0:
+        return node.args[0], node.args[2]
+    if op_name(node) == "getitem" and item_of(node, node.args[1], "unbind") is not None:
+        unbind = node.args[0]
+        return (unbind.args[0], node.args[1]) if arg(unbind, "dim") == 0 else None
+    return None
+
+
+def collect(matrices: list[Node]) -> tuple[Node, ...]:
+    """One packed tensor when the matrices are all its slices in order, else one node an expert."""
+    slices = [_slice_of(matrix) for matrix in matrices]
+    if all(found is not None and found == (slices[0][0], e) for e, found in enumerate(slices)):
+        packed = slices[0][0]
+        if shape_of(packed)[0] == sympy.Integer(len(matrices)):
+            return (packed,)
+    return tuple(matrices)

@@ -1,0 +1,93 @@
+"""Blocks with a capacity and one-hot masks of slots: spellings and damaged copies, as in `spellings`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.passes.spellings import Block, Damaged, E, H, K, Spelling
+
+
+def slotted(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    *,
+    capacity: int = 2,
+    order: Callable[[Tensor], Tensor] = lambda encoded: encoded.permute(1, 0, 2),
+    ranked: Callable[[Tensor], Tensor] = lambda flat: flat.cumsum(dim=0) - 1,
+    keep: Callable[[Tensor, int], Tensor] = lambda rank, capacity: rank < capacity,
+    place_of: Callable[[Tensor, Tensor], Tensor] = lambda mask, rank: (mask * rank).sum(-1),
+    weigh: Callable[[Tensor, Tensor], Tensor] = lambda mask, probs: mask * probs.unsqueeze(0),
+    truth: Callable[[Tensor], Tensor] = lambda slots: slots.bool(),
+    act: Callable[[Tensor, Tensor], Tensor] = lambda gate, up: F.silu(gate) * up,
+    home: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ids_of: Callable[[Tensor], Tensor] = lambda ids: ids,
+) -> Tensor:
+    """nanoMoE's order of steps; the damaged copies change one of them. Some choices do not fit."""
+    values, ids = logits.float().topk(K, dim=-1)
+    probs = torch.softmax(torch.full_like(logits.float(), float("-inf")).scatter(-1, ids, values), dim=-1)
+    mask = order(F.one_hot(ids_of(ids), num_classes=E))
+    rank = ranked(mask.reshape(-1, E)).reshape(mask.shape)
+    mask = mask * keep(rank, capacity)
+    place = place_of(mask, rank)
+    slots = (weigh(mask, probs).unsqueeze(3) * F.one_hot(place, num_classes=capacity).unsqueeze(2)).sum(dim=0)
+    rows = truth(slots).permute(1, 2, 0).type_as(x) @ x
+    rows = torch.bmm(act(torch.bmm(rows, b.gate_t), torch.bmm(rows, b.up_t)), b.down_t)
+    if home is not None:
+        return home(slots.to(x.dtype), rows)
+    return slots.view(x.shape[0], -1).to(x.dtype) @ rows.view(-1, H)
+
+
+def in_place(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The mask is multiplied in place, packed gate and up, the weight's matrices transposed."""
+    values, ids = torch.topk(logits, K)
+    probs = torch.full_like(logits, float("-inf")).scatter_(1, ids, values).float().softmax(-1)
+    mask = F.one_hot(ids, E).transpose(0, 1)
+    rank = (torch.cumsum(mask.reshape(K * x.shape[0], E), dim=0) - 1).view(K, x.shape[0], E)
+    mask *= torch.lt(rank, 3)
+    place = torch.sum(mask * rank, dim=-1)
+    slots = torch.sum((mask * probs).unsqueeze(3) * F.one_hot(place, 3).unsqueeze(2), dim=0).to(x.dtype)
+    rows = torch.matmul((slots != 0).permute(1, 2, 0).to(x.dtype), x)
+    gate, up = torch.matmul(rows, b.gate_up.transpose(1, 2)).chunk(2, dim=-1)
+    rows = torch.matmul(F.silu(gate) * up, b.down.mT)
+    return torch.mm(slots.reshape(x.shape[0], -1), rows.reshape(-1, H))
+
+
+def by_einsum(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Dispatch and combine as GShard writes them."""
+    values, ids = torch.topk(logits, K)
+    probs = torch.full_like(logits, float("-inf")).scatter(1, ids, values).softmax(-1)
+    mask = F.one_hot(ids, E).permute(1, 0, 2)
+    rank = (mask.reshape(-1, E).cumsum(0) - 1).view(K, -1, E)
+    mask = mask * (rank < 2)
+    slots = ((mask * probs)[..., None] * F.one_hot((mask * rank).sum(-1), 2)[:, :, None]).sum(0)
+    rows = torch.einsum("tec,th->ech", slots.bool().to(x.dtype), x)
+    rows = torch.einsum("eci,eih->ech", F.gelu(torch.einsum("ech,ehi->eci", rows, b.gate_t)), b.down_t)
+    return torch.einsum("tec,ech->th", slots, rows)
+
+
+SPELLINGS: dict[str, dict[str, Spelling]] = {"capacity": {"plain": slotted, "in_place": in_place, "einsum": by_einsum}}
+
+
+def _slots(name: str, step: str, words: str, **changed: Any) -> Damaged:
+    return Damaged("capacity", name, lambda b, x, l: slotted(b, x, l, **changed), step, words)
+
+
+DAMAGED: tuple[Damaged, ...] = (
+    _slots("no_activation", "activate", "not one activated operand", act=lambda gate, up: gate * up),
+    _slots("all_slots", "slots", "other slots", truth=lambda slots: slots >= 0),
+    _slots("summed_otherwise", "slots", "not summed", home=lambda s, rows: torch.einsum("tec,ech->eh", s, rows)),
+    _slots("largest", "slots", "not multiplied", home=lambda slots, rows: rows.amax(1).sum(0) + slots.sum()),
+    _slots("weights_of_others", "rank", "different choices", weigh=lambda mask, probs: mask.flip(0) * probs),
+    _slots("one_less", "rank", "another number", keep=lambda rank, capacity: rank < capacity - 1),
+    _slots("one_more", "rank", "kept by le", keep=lambda rank, capacity: rank <= capacity - 1),
+    _slots("by_token", "rank", "another rank", capacity=10, keep=lambda rank, c: rank.flip(0) < c),
+    _slots("from_one", "choose", "minus one", ranked=lambda flat: flat.cumsum(dim=0) - 2 + flat),
+    _slots("along_experts", "choose", "along the choices", ranked=lambda flat: flat.cumsum(dim=1) - 1),
+    _slots("same_experts", "choose", "distinct", ids_of=lambda ids: ids // 2),
+)  # fmt: skip
