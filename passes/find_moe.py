@@ -32,6 +32,7 @@ __all__ = ["find_moe"]
 
 def _operands(match: Match) -> list[Node]:
     found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
+    found += [*match.gate_bias, *match.up_bias, *match.down_bias]
     if match.weights_TK is not None:
         found.append(match.weights_TK)
     return found

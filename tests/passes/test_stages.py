@@ -192,7 +192,7 @@ def test_ids_read_elsewhere_are_an_output_of_the_chain(hopper):
     def block(x, logits, gate_up, down):
         weights, ids = torch.ops.moepdl.route(logits, *ROUTE)
         load = ids.sum()
-        y = torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], *EXPERTS)
+        y = torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], [], [], [], *EXPERTS)
         return y, load
 
     with FakeTensorMode():
