@@ -200,7 +200,7 @@ class RouterSpec:
 
 
 # Gate's rows before up's, up's before gate's, or in turns (row 0 of gate, row 0 of up, row 1 of gate, ...).
-PACKINGS = ("gate_up", "up_gate", "interleaved")
+PACKINGS = ("gate_up", "up_gate", "interleaved", "interleaved_up_gate")
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,10 @@ def _unpacked(nodes: list[Node], packing: str, dim: int) -> tuple[list[Node], li
     parts: tuple[list[Node], list[Node]] = ([], [])
     for node in nodes:
         half = int(node.meta["val"].shape[dim]) // 2
-        of_gate, of_up = (0, 2 * half, 2), (1, 2 * half, 2)
-        if packing == "up_gate":
-            of_gate, of_up = (half, 2 * half, 1), (0, half, 1)
+        first, second = ((0, half, 1), (half, 2 * half, 1))
+        if packing.startswith("interleaved"):
+            first, second = ((0, 2 * half, 2), (1, 2 * half, 2))
+        of_gate, of_up = (second, first) if packing.endswith("up_gate") else (first, second)
         for part, bounds in zip(parts, (of_gate, of_up), strict=True):
             part.append(insert(node, _aten.slice.Tensor, (node, dim, *bounds)))
     return parts
