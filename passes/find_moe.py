@@ -78,7 +78,7 @@ def _leads_somewhere(node: Node, inside: frozenset[Node]) -> bool:
 
 
 def _is_matmul(node: Node) -> bool:
-    return contraction(node) is not None or op_name(node) in _MATMULS
+    return contraction(node, biased=True) is not None or op_name(node) in _MATMULS
 
 
 def _check_closed(match: Match, inside: frozenset[Node], order: dict[Node, int]) -> None:

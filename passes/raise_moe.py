@@ -41,6 +41,11 @@ def _oriented(node: Node, transposed: bool) -> Node:
     return insert(node, _aten.transpose.int, (node, -2, -1))
 
 
+def _flat_bias(node: Node) -> Node:
+    """A bias without the dimension that a batched product needs: [E, out] of [E, 1, out]."""
+    return insert(node, _aten.squeeze.dim, (node, 1)) if node.meta["val"].dim() == 3 else node
+
+
 def _unpacked(nodes: list[Node], packing: str, dim: int) -> tuple[list[Node], list[Node]]:
     """gate and up as views of what packs both along `dim` in another order than the operator's own."""
     parts: tuple[list[Node], list[Node]] = ([], [])
@@ -123,7 +128,8 @@ class _Raising:
                 oriented = [_oriented(self.now(n), role in match.transposed) for n in getattr(match, role)]
                 lists[role] = [_cast(n, spec.compute_dtype) for n in oriented]
             for role in ("gate_bias", "up_bias", "down_bias"):
-                lists[role] = [_cast(self.now(n), spec.compute_dtype) for n in getattr(match, role)]
+                flat = [_flat_bias(self.now(n)) for n in getattr(match, role)]
+                lists[role] = [_cast(n, spec.compute_dtype) for n in flat]
             if not match.up and spec.packing != "gate_up":
                 lists["gate"], lists["up"] = _unpacked(lists["gate"], spec.packing, -2)
                 lists["gate_bias"], lists["up_bias"] = _unpacked(lists["gate_bias"], spec.packing, -1)

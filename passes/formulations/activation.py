@@ -1,7 +1,7 @@
 """The middle of an expert: which activation joins the gate and up halves, and where the halves come from.
 
-    act(gate) * up, or act(gate)           silu, gelu, gelu(tanh), relu, relu squared, gate * sigmoid(alpha * gate)
-    gate clamped from above and up to both sides by one limit; a number added to up          (gpt-oss, DeepSeek-V4)
+act(gate) * up, or act(gate)           silu, gelu, gelu(tanh), relu, relu squared, gate * sigmoid(alpha * gate)
+gate clamped from above and up to both sides by one limit; a number added to up          (gpt-oss, DeepSeek-V4)
 """
 
 from __future__ import annotations

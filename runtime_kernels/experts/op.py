@@ -88,9 +88,9 @@ def check_experts(
         )
     if up_bias and not up:
         raise ExpertsArgumentError("up_bias is given without up: the bias of packed weights is gate_bias")
-    for name, tensors, part in (("gate", gate_bias, gates), ("up", up_bias, ups), ("down", down_bias, downs)):
-        if tensors and part is not None:
-            _check_biases(f"{name}_bias", ExpertBiases(tensors, f"{name}_bias"), name, part, x.dtype)
+    for name, tensors, biased in (("gate", gate_bias, gates), ("up", up_bias, ups), ("down", down_bias, downs)):
+        if tensors and biased is not None:
+            _check_biases(f"{name}_bias", ExpertBiases(tensors, f"{name}_bias"), name, biased, x.dtype)
 
 
 def _check_biases(what: str, added: ExpertBiases, name: str, weights: ExpertWeights, dtype: torch.dtype) -> None:

@@ -83,9 +83,10 @@ def backward(
     grad_weights = grad_y.new_zeros(rows.weights.numel() if need_weights else 0, dtype=compute)
     if need_weights and not at_input:
         grad_weights[rows.pairs[:known]] = (act * grad_act).sum(1)[:known]
-        for expert, begin, end in spans if added.down is not None else ():
-            vector = added.down.vector(expert).to(compute)
-            grad_weights[rows.pairs[begin:end]] += grad_out[begin:end].to(compute) @ vector
+        if added.down is not None:
+            for expert, begin, end in spans:
+                bias = added.down.vector(expert).to(compute)
+                grad_weights[rows.pairs[begin:end]] += grad_out[begin:end].to(compute) @ bias
     grad_biases = BiasGradients(
         added.gate if need_gate_bias else None,
         added.up if need_up_bias else None,

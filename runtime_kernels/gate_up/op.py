@@ -29,6 +29,7 @@ def _allocate(
 
 define_stage(
     "gate_up(Tensor x, Tensor? weights, Tensor perm, Tensor starts, Tensor[] gate, Tensor[] up, "
-    "Tensor[] gate_bias, Tensor[] up_bias, int k, str activation, bool gated, bool save) -> (Tensor act, Tensor preact)",
+    "Tensor[] gate_bias, Tensor[] up_bias, int k, str activation, bool gated, bool save) "
+    "-> (Tensor act, Tensor preact)",
     _allocate,
 )

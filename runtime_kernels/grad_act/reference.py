@@ -58,8 +58,9 @@ def grad_act(
     grad_weights = grad.new_zeros(perm.shape[0])
     grad_weights[pairs[:used]] = (act[:used] * grad[:used]).sum(1)
     added = biases(down_bias, "down_bias")
-    for expert, begin, end in expert_rows(starts) if added is not None else ():
-        grad_weights[pairs[begin:end]] += rows[begin:end].to(compute) @ added.vector(expert).to(compute)
+    if added is not None:
+        for expert, begin, end in expert_rows(starts):
+            grad_weights[pairs[begin:end]] += rows[begin:end].to(compute) @ added.vector(expert).to(compute)
     act.mul_(scale)
     grad_preact[used:].zero_()
     act[used:].zero_()

@@ -431,9 +431,9 @@ def _bf16(name: str, spelling: Spelling, step: str, words: str) -> Damaged:
     return Damaged("grouped_mm", name, spelling, step, words, torch.bfloat16)
 
 
-def _plus_bias(b: Block, e: int) -> Callable[[Tensor], Tensor]:
-    one, bias = b.experts[e], b.bias.repeat(H // E)
-    return lambda x: F.linear(F.silu(one.w1(x)) * one.w3(x), one.w2.weight, bias)
+def _plus_rows(b: Block, e: int) -> Callable[[Tensor], Tensor]:
+    one = b.experts[e]
+    return lambda x: one.w2(F.silu(one.w1(x)) * one.w3(x)) + x
 
 
 def _relu_expert(b: Block) -> Callable[[Tensor], Tensor]:
@@ -599,7 +599,7 @@ DAMAGED: tuple[Damaged, ...] = (
     ),
     Damaged("where_loop", "replaces", lambda b, x, l: _where(b, x, l, keep=True), "accumulate", "replaces rows"),
     Damaged("where_loop", "neighbour", lambda b, x, l: _where(b, x, l, shift=1), "compute", "other tokens"),
-    Damaged("where_loop", "bias", lambda b, x, l: _where(b, x, l, compute=_plus_bias), "compute", "bias"),
+    Damaged("where_loop", "residual", lambda b, x, l: _where(b, x, l, compute=_plus_rows), "compute", "added"),
     Damaged(
         "where_loop",
         "mixed",
