@@ -341,7 +341,11 @@ def _vector(bias: Node | None, what: str) -> Node | None:
     if bias is None:
         return None
     bias = strip_views_casts(bias)
-    require(len(shape_of(bias)) == 1, f"what is added to the {what} projection is not a bias of one row for all tokens", bias)
+    require(
+        len(shape_of(bias)) == 1,
+        f"what is added to the {what} projection is not a bias of one row for all tokens",
+        bias,
+    )
     return bias
 
 

@@ -81,7 +81,9 @@ Split = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Experts(nn.Module):
     """Packed weights [E, in, out] and biases [E, out], and the ways to run them; `run` is one of its methods."""
 
-    def __init__(self, run: str, activate: Activate = gpt_oss, split: Split = interleaved, biases: str = "both") -> None:
+    def __init__(
+        self, run: str, activate: Activate = gpt_oss, split: Split = interleaved, biases: str = "both"
+    ) -> None:
         super().__init__()
         self.run, self.activate, self.split = run, activate, split
         self.router = nn.Parameter(torch.randn(E, H))
