@@ -269,8 +269,9 @@ def bias_scores_kernel(
     perm,
     starts,
     bias,
-    scores,
+    sums,
     S,
+    PART: tl.constexpr,
     Y_ROW: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
@@ -283,7 +284,7 @@ def bias_scores_kernel(
     BH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """scores[perm[r]] = <grad_y[perm[r] // K], bias_e> for the row r of a program and its expert e; 0 without one."""
+    """sums[PART, perm[r]] = <grad_y[perm[r] // K], bias_e> for the row r of a program and its expert e, else 0."""
     wait(PDL)
     r = tl.program_id(0)
     expert, _, _ = expert_tile(starts, r, S, E, E_POW2, 1)
@@ -296,7 +297,7 @@ def bias_scores_kernel(
         added = bias_row(bias, tl.minimum(expert, E - 1), h, keep, BIAS_E, BIAS_H, BIAS_TABLE, DTYPE)
         acc += tl.load(row + h, mask=keep, other=0.0).to(DTYPE).to(tl.float32) * added
     trigger(PDL)
-    tl.store(scores + pair, tl.sum(acc, 0))
+    tl.store(sums + PART * S.to(tl.int64) + pair, tl.sum(acc, 0))
 
 
 @triton.jit(do_not_specialize=["S"])

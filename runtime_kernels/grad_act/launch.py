@@ -124,6 +124,7 @@ def grad_act(
     )
     if bias.operand is not None:
         numbers_of_bias = {
+            "PART": columns,
             "Y_ROW": grad_y.stride(0),
             "K": attrs["k"],
             "E": experts,
