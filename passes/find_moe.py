@@ -22,6 +22,7 @@ from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
+from moe_compiler.passes.formulations.quantised import HINT, check_not_quantised, quantised_below
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import Router, match_router
 from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of, strip_casts
@@ -350,6 +351,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                 _keep_in_region(result.match, region)
                 try:
                     _check_shape(result.match)
+                    check_not_quantised([*result.match.gate, *result.match.up, *result.match.down])
                     inside = _inside(result.match)
                     _check_closed(result.match, inside, order)
                     _check_region(inside, result.match.output, region, "the block")
@@ -384,6 +386,7 @@ def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node]
         used = [user for user in node.users if op_name(user) == "getitem" and user.args[1] == 1 and user.users]
         if not used or any(user in claimed for user in used) or strip_casts(node) in claimed:
             continue
+        quantised = quantised_below(node)
         context.report.misses.append(
             MissRecord(
                 candidate="topk",
@@ -392,8 +395,11 @@ def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node]
                 steps_passed=0,
                 steps_total=1,
                 step="anchor",
-                reason="no matmul with expert weights was found that these ids select",
+                reason="no matmul with expert weights was found that these ids select"
+                if quantised is None
+                else f"the experts are quantised: {op_name(quantised)} works on weights in few bits",
                 node=node.format_node() or node.name,
-                at=user_line(node),
+                hint="" if quantised is None else HINT,
+                at=user_line(node if quantised is None else quantised),
             )
         )

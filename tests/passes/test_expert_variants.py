@@ -329,6 +329,80 @@ def test_what_is_added_and_is_no_bias(how, words, dtype):
     assert words in reason(Strange(how).to(dtype), torch.randn(9, H, dtype=dtype))
 
 
+class Flat(nn.Module):
+    """dbrx, megablocks: the weights of all experts in one matrix [E * I, H], viewed; down is used as it is stored."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.router = nn.Parameter(torch.randn(E, H))
+        self.w1, self.v1, self.w2 = (nn.Parameter(torch.randn(E * INNER, H) * H**-0.5) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.topk(torch.softmax(F.linear(x, self.router), -1), K)
+        stacks = [w.view(E, INNER, H) for w in (self.w1, self.v1, self.w2)]
+        if self.how == "gathered":
+            w1, v1, w2 = (stack[ids.reshape(-1)] for stack in stacks)
+            rows = x.repeat_interleave(K, 0).unsqueeze(-1)
+            act = F.silu(torch.bmm(w1, rows)) * torch.bmm(v1, rows)
+            rows = torch.bmm(act.squeeze(-1).unsqueeze(1), w2).squeeze(1) * weights.reshape(-1, 1)
+            return rows.view(-1, K, H).sum(1)
+        y = torch.zeros_like(x)
+        lists = [[w.squeeze(0) for w in stack.chunk(E, dim=0)] for stack in stacks]
+        for e, (w1, v1, w2) in enumerate(zip(*lists, strict=True)):
+            token, choice = torch.where(ids == e)
+            rows = x[token]
+            rows = ((F.silu(rows @ w1.t()) * (rows @ v1.t())) @ w2) * weights[token, choice, None]
+            y.index_add_(0, token, rows)
+        return y
+
+
+@pytest.mark.parametrize("how", ["gathered", "loop"])
+def test_flattened_weights_are_packed_views(how):
+    module = Flat(how)
+    report = raised_agrees(module, torch.randn(9, H))
+    assert [match.attributes["layout"] for match in report.matches] == ["separate gate and up"]
+
+
+@pytest.mark.parametrize(("experts", "k", "hidden", "inner"), [(40, 8, 44, 30), (60, 4, 20, 44), (160, 6, 36, 22)])
+def test_sizes_that_divide_by_nothing(experts, k, hidden, inner, monkeypatch):
+    for name, value in (("E", experts), ("K", k), ("H", hidden), ("INNER", inner)):
+        monkeypatch.setitem(globals(), name, value)
+    check(Experts("gathered"), torch.randn(5, hidden))
+
+
+class Quantised(nn.Module):
+    """Weights in few bits, turned into the model's dtype in forward, or multiplied as they are."""
+
+    def __init__(self, dtype: torch.dtype, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.router = nn.Parameter(torch.randn(E, H))
+        size = 127 if dtype is torch.int8 else 1
+        self.register_buffer("first", (torch.rand(E, 2 * INNER, H) * size).to(dtype))
+        self.register_buffer("second", (torch.rand(E, H, INNER) * size).to(dtype))
+        self.register_buffer("scale", torch.full((E, 1, 1), 0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.topk(torch.softmax(F.linear(x, self.router), -1), K)
+        flat, rows = ids.reshape(-1), x.repeat_interleave(K, 0).unsqueeze(-1)
+        if self.how == "whole":
+            first, second = (w.to(x.dtype)[flat] for w in (self.first, self.second))
+        elif self.how == "scaled":
+            first, second = ((w.to(x.dtype) * self.scale)[flat] for w in (self.first, self.second))
+        else:
+            first, second = (w[flat].to(x.dtype) * self.scale[flat] for w in (self.first, self.second))
+        gate, up = torch.bmm(first, rows).squeeze(-1).chunk(2, -1)
+        rows = torch.bmm(second, (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (rows * weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+
+@pytest.mark.parametrize("how", ["whole", "scaled", "gathered"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_quantised_experts_are_refused(dtype, how):
+    assert "the experts are quantised" in reason(Quantised(dtype, how), torch.randn(9, H))
+
+
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpt_oss(implementation, dtype):
