@@ -16,6 +16,7 @@ from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.walk import (
     arg,
     is_op,
+    number,
     require,
     same_shape,
     same_value,
@@ -134,20 +135,25 @@ def _function(node: Node) -> tuple[str, float, Node] | None:
             if value is None or other is None:
                 continue
             if is_op(other, "sigmoid"):
-                inner, alpha = _scaled(strip_views_casts(other.args[0]))
-                if same_value(value, inner):
+                inner, factor = _scaled(strip_views_casts(other.args[0]))
+                alpha = number(factor) if same_value(value, inner) else None
+                if alpha is not None:
                     return "silu", alpha, value
             if value is other and is_op(value, "relu"):
                 return "relu2", 1.0, value.args[0]
     return None
 
 
-def _scaled(node: Node) -> tuple[Node, float]:
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _scaled(node: Node) -> tuple[Node, object]:
     """(x, alpha) of alpha * x with a number alpha; alpha is 1 where nothing is scaled."""
     if is_op(node, "mul"):
         for value, factor in (node.args[:2], node.args[1::-1]):
-            if isinstance(value, Node) and isinstance(factor, (int, float)) and factor:
-                return strip_views_casts(value), float(factor)
+            if _is_tensor(value) and not _is_tensor(factor):
+                return strip_views_casts(value), factor  # type: ignore[arg-type]
     return node, 1.0
 
 
@@ -160,8 +166,9 @@ def _limits(node: Node) -> tuple[Node, float | None, float | None]:
         given = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
         for end, name in names.items():
             value = arg(node, name) if name in given else None
-            require(not isinstance(value, Node), "gate or up is clamped by a tensor", node)
-            bounds[end] = None if value is None or abs(value) == float("inf") else float(value)
+            bound = None if value is None else number(value)
+            require(value is None or bound is not None, "gate or up is clamped by a tensor", node)
+            bounds[end] = None if bound is None or abs(bound) == float("inf") else bound
         node = strip_views_casts(node.args[0])  # type: ignore[arg-type]
     return node, bounds["min"], bounds["max"]
 
@@ -178,11 +185,11 @@ def _up(node: Node) -> tuple[Half, float | None, float]:
     """(half, limit, shift) of up: clamped to both sides of zero or not at all, then a number added."""
     node, shift = strip_views_casts(node), 0.0
     if is_op(node, "add"):
-        for value, number in (node.args[:2], node.args[1::-1]):
-            if isinstance(value, Node) and isinstance(number, (int, float)) and not isinstance(number, bool):
-                require(value is node.args[0] and arg(node, "alpha") == 1, "a number minus or times up", node)
-                node, shift = value, float(number)
-                break
+        value, added = node.args[:2]
+        if _is_tensor(value) and not _is_tensor(added):
+            shift = number(added) or 0.0
+            require(number(added) is not None and arg(node, "alpha") == 1, "a number minus or times up", node)
+            node = value  # type: ignore[assignment]
     source, low, high = _limits(node)
     require(
         (low is None) == (high is None) and (high is None or low == -high),

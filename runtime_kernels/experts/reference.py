@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_compiler.runtime_kernels.activations import activate, activate_backward, activate_parts, wide
 from moe_compiler.runtime_kernels.biases import Biases, vector
 from moe_compiler.runtime_kernels.experts import together
+from moe_compiler.runtime_kernels.experts.in_turns import in_turns
 from moe_compiler.runtime_kernels.experts.rows import SortedRows
 from moe_compiler.runtime_kernels.gate_up.reference import matmul_gate_up
 from moe_compiler.runtime_kernels.grad_biases.reference import BiasGradients
@@ -56,9 +57,16 @@ def _forward(
         return together.forward(rows, gates, ups, downs, added, starts, spans, activation, gated, dtype, save)
     y = x.new_zeros((x.shape[0], downs.out), dtype=wide(x.dtype))
     preact = x.new_empty((perm.shape[0], preact_size(gate, up))) if save else None
+    both = in_turns(gates, ups, added)
     for expert, begin, end in spans:
         inputs = rows.inputs(begin, end)
-        if preact is not None:
+        if both is not None:
+            product = matmul(inputs, both.weights.matrix(expert).t(), bias=vector(both.bias, expert))
+            halves = both.halves(product)
+            if preact is not None:
+                torch.cat(halves, dim=1, out=preact[begin:end])
+            act = activate_parts(*halves, activation)
+        elif preact is not None:
             matmul_gate_up(inputs, gates, ups, added.gate, added.up, expert, preact[begin:end])
             act = activate(preact[begin:end], activation, gated)
         elif ups is not None:
@@ -198,6 +206,7 @@ def experts_loop_backward(
         added.up if need_up_bias else None,
         added.down if need_down_bias else None,
     )
+    both = in_turns(gates, ups, added)
     need_rows = need_x or (need_weights and rows.weight_at_input)
     for expert, begin, end in spans:
         scale = rows.scale[begin:end]
@@ -222,9 +231,12 @@ def experts_loop_backward(
                 grad_up.add(expert, grad_hidden[:, gates.out :], inputs)
         if not need_rows:
             continue
-        grad_rows = x.new_empty((end - begin, x.shape[1]))
-        matmul_grad_rows(grad_hidden, gates, ups, expert, grad_rows)
-        grad_rows = grad_rows.to(compute)
+        if both is not None:
+            grad_rows = matmul(both.joined(grad_hidden), both.weights.matrix(expert)).to(compute)
+        else:
+            grad_rows = x.new_empty((end - begin, x.shape[1]))
+            matmul_grad_rows(grad_hidden, gates, ups, expert, grad_rows)
+            grad_rows = grad_rows.to(compute)
         if rows.weight_at_input:
             if pair_sum is not None:
                 source = x.index_select(0, rows.tokens[begin:end])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_compiler.runtime_kernels.activations import activate, activate_backward, activate_parts, wide
 from moe_compiler.runtime_kernels.biases import Biases
+from moe_compiler.runtime_kernels.experts.in_turns import in_turns
 from moe_compiler.runtime_kernels.experts.rows import SortedRows
 from moe_compiler.runtime_kernels.grad_biases.reference import BiasGradients
 from moe_compiler.runtime_kernels.grad_pairs.reference import matmul_grad_rows
@@ -46,8 +47,14 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """y [T,H] in dtype, and the pre-activation [S,N] if it is to be saved."""
     inputs = rows.inputs()
-    gate = matmul_experts(inputs, gates, starts, spans, transposed=True, bias=added.gate)
-    up = None if ups is None else matmul_experts(inputs, ups, starts, spans, transposed=True, bias=added.up)
+    both = in_turns(gates, ups, added)
+    up: Tensor | None = None
+    if both is not None:
+        gate, up = both.halves(matmul_experts(inputs, both.weights, starts, spans, transposed=True, bias=both.bias))
+    else:
+        gate = matmul_experts(inputs, gates, starts, spans, transposed=True, bias=added.gate)
+        if ups is not None:
+            up = matmul_experts(inputs, ups, starts, spans, transposed=True, bias=added.up)
     act = activate(gate, activation, gated) if up is None else activate_parts(gate, up, activation)
     out = matmul_experts(act, downs, starts, spans, transposed=True, bias=added.down)
     y = rows.sums(out, spans[-1][2], dtype, weighted=not rows.weight_at_input)
@@ -109,7 +116,11 @@ def backward(
         if need_up and ups is not None:
             grad_up = _grad_matrices(ups, grad_hidden[:, gates.out :], inputs, starts, spans)
     if need_x or (need_weights and at_input):
-        grad_rows = _grad_rows(grad_hidden, gates, ups, starts, spans)
+        both = in_turns(gates, ups, added)
+        if both is None:
+            grad_rows = _grad_rows(grad_hidden, gates, ups, starts, spans)
+        else:
+            grad_rows = matmul_experts(both.joined(grad_hidden), both.weights, starts, spans)
         if need_weights and at_input:
             source = rows.x.index_select(0, rows.tokens)
             grad_weights[rows.pairs[:known]] = (source * grad_rows.to(compute)).sum(1)[:known]

@@ -112,15 +112,15 @@ def grouped_descending(b: Block, x: Tensor, logits: Tensor) -> Tensor:
 
 
 def _grouped(
-    b: Block, x: Tensor, logits: Tensor, *, k: int = K, counted=None, swap=False, home=None, scaled=False
+    b: Block, x: Tensor, logits: Tensor, *, k: int = K, counted=None, twice=False, home=None, scaled=False
 ) -> Tensor:
     weights, ids = choose(x, logits)
     perm = ids.flatten().argsort(stable=True)
     rows = x[perm // k]
     offsets = offsets_of(ids if counted is None else counted(ids))
     gate, up = torch._grouped_mm(rows, b.gate_up.mT, offs=offsets).chunk(2, -1)
-    if swap:
-        gate, up = up, gate
+    if twice:
+        up = gate
     rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets)
     rows = rows * weights.flatten()[perm][:, None]
     if scaled:
@@ -460,7 +460,7 @@ DAMAGED: tuple[Damaged, ...] = (
         "offsets",
         "not of the sorted ids",
     ),
-    _bf16("up_first", lambda b, x, l: _grouped(b, x, l, swap=True), "down", "up comes before gate"),
+    _bf16("gate_twice", lambda b, x, l: _grouped(b, x, l, twice=True), "down", "the same half of the matmul"),
     _bf16("not_inverted", lambda b, x, l: _grouped(b, x, l, home=lambda p: p), "home", "not the inverse"),
     _bf16(
         "other_inverse",
@@ -557,7 +557,7 @@ DAMAGED: tuple[Damaged, ...] = (
         "choose",
         "smallest",
     ),
-    Damaged("dense_bmm", "bias", lambda b, x, l: _dense(b, x, l, bias=True), "activate", "add"),
+    Damaged("dense_bmm", "bias", lambda b, x, l: _dense(b, x, l, bias=True), "activate", "bias"),
     Damaged(
         "none",
         "tokens_first",

@@ -431,3 +431,34 @@ def test_gpt_oss(implementation, dtype):
     (match,) = last_reports()[-1].matches
     assert match.attributes["activation"] == "silu(alpha=1.702,limit=7.0,shift=1.0)"
     assert (match.attributes["packing"], match.attributes["biases"]) == ("interleaved", "gate, down")
+
+
+class Tunable(nn.Module):
+    """The activation's numbers are attributes of the module: symbolic under dynamic=True."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.limit, self.shift = 1.702, 0.7, 1.0
+        self.experts = Experts("gathered", self.activate)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return (up + self.shift) * (gate * torch.sigmoid(gate * self.alpha))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x)
+
+
+def test_an_activation_whose_numbers_change_is_compiled_again():
+    from moe_compiler import last_reports
+
+    module = Tunable()
+    compiled = compile_eager(module, dynamic=True)
+    for alpha, limit, shift in ((1.702, 0.7, 1.0), (1.5, 0.7, 1.0), (1.5, 0.9, 1.0), (1.5, 0.9, 0.25)):
+        module.alpha, module.limit, module.shift = alpha, limit, shift
+        for tokens in (5, 9):
+            x = torch.randn(tokens, H)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+        (match,) = last_reports()[-1].matches
+        assert match.attributes["activation"] == f"silu(alpha={alpha},limit={limit},shift={shift})"

@@ -7,8 +7,11 @@ import torch
 
 import moe_compiler.runtime_kernels.register  # noqa: F401
 from moe_compiler.runtime_kernels.activations import ACTIVATIONS
+from moe_compiler.runtime_kernels.biases import Biases
 from moe_compiler.runtime_kernels.experts import stages
+from moe_compiler.runtime_kernels.experts.in_turns import in_turns
 from moe_compiler.runtime_kernels.registry import kernel
+from moe_compiler.runtime_kernels.weights import ExpertWeights
 
 LAYOUTS = ("packed", "packed_transposed", "separate", "list", "list_packed", "list_transposed")
 ops = torch.ops.moepdl
@@ -120,6 +123,28 @@ def test_experts_without_rows_have_bias_gradients_of_zero(make_block, layout):
         grads = biases[0].grad if layout == "packed" else torch.stack([b.grad for b in biases])
         assert not grads[:-1].any()
         assert grads[-1].any()
+
+
+@pytest.mark.parametrize("biased", [ALL, ("down",), ("gate", "down")])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("tokens", [37, 512])
+def test_gate_and_up_in_turns_of_stored_columns(make_block, assert_close, tokens, first, biased):
+    """[E, H, 2I] with gate in every other column: both are computed by one product, without a copy of the weights."""
+    block = make_block(tokens=tokens, biased=biased, activation=GPT_OSS, layout="packed_transposed")
+    stored = block.gate[0].detach().transpose(1, 2)
+    block.gate, block.up = ([stored[..., at::2].transpose(1, 2).requires_grad_()] for at in (first, 1 - first))
+    if block.gate_bias:
+        bias = block.gate_bias[0].detach()
+        block.gate_bias = [bias[:, first::2].requires_grad_()]
+        block.up_bias = [bias[:, 1 - first :: 2].requires_grad_()] if "up" in biased else []
+    added = Biases.of(block.gate_bias, block.up_bias, block.down_bias)
+    both = in_turns(ExpertWeights(block.gate), ExpertWeights(block.up), added)
+    # A bias of one of the two alone is kept apart, and so are they.
+    assert (both is None) == (biased == ("gate", "down"))
+    if both is not None:
+        assert both.weights.tensors[0].data_ptr() == stored.data_ptr()
+        assert torch.equal(both.weights.tensors[0], stored.transpose(1, 2))
+    check_against_dense(block, assert_close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
