@@ -202,7 +202,7 @@ def _bias(b: Bindings, product: Node, operand: Node, what: str) -> tuple[Node, .
         low, high = (arg(ids, "min") if not is_op(ids, "clamp_max") else None), arg(ids, "max")
         require(high == b.experts - 1 and low in (None, 0), f"the ids of the {what} bias are clamped", ids)
         ids = strip_ids(ids.args[0])
-        masked = any(_is_sentinel_mask(user) for adder in _adders(operand) for user in adder.users)
+        masked = any(_is_sentinel_mask(user) for adder in users_through(operand, view_or_cast) for user in adder.users)
         require(
             masked or in_range(b.ids, b.experts),
             f"the {what} bias is added to rows of ids beyond the experts",
@@ -210,10 +210,6 @@ def _bias(b: Bindings, product: Node, operand: Node, what: str) -> tuple[Node, .
         )
     require(item_of(ids, 0, "sort") is b.sort, f"the {what} bias is not gathered by the sorted ids", operand)
     return (packed,)
-
-
-def _adders(operand: Node) -> list[Node]:
-    return users_through(operand, view_or_cast) if not is_op(operand, "add", "add_") else [operand]
 
 
 def down(b: Bindings) -> None:

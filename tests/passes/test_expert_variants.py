@@ -13,7 +13,7 @@ from moe_compiler.testing import run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
 
 E, K, H, INNER = 6, 2, 24, 8
-FIND = ["canonicalize", "find_moe"]
+RAISE = ["canonicalize", "find_moe", "raise_moe"]
 
 
 def gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def test_dense_weights_on_the_input_without_a_bias():
 
 def test_interleaved_weights_are_views():
     """No operator of the raised graph has a result of the size of the weights, but views of them."""
-    after, _ = run_passes(Experts("grouped").bfloat16(), [*FIND, "raise_moe"], inputs("grouped"))
+    after, _ = run_passes(Experts("grouped").bfloat16(), RAISE, inputs("grouped"))
     for node in after.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         value, source = node.meta["val"], node.args[0].meta["val"]
         assert value.untyped_storage()._cdata == source.untyped_storage()._cdata
@@ -256,7 +256,7 @@ def test_interleaved_weights_are_views():
 
 
 def reason(module: nn.Module | Callable[..., Tensor], *inputs: Tensor) -> str:
-    _, report = run_passes(module, FIND, *inputs)
+    _, report = run_passes(module, RAISE, *inputs)
     assert report.matches == []
     return " | ".join(miss.reason for miss in report.misses)
 
@@ -431,6 +431,28 @@ def test_gpt_oss(implementation, dtype):
     (match,) = last_reports()[-1].matches
     assert match.attributes["activation"] == "silu(alpha=1.702,limit=7.0,shift=1.0)"
     assert (match.attributes["packing"], match.attributes["biases"]) == ("interleaved", "gate, down")
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_gpt_oss_with_sentinel_ids(outside):
+    """Expert parallelism: ids beyond the experts have rows of zeros, whatever bias their clamped id gathers."""
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = modeling.GptOssConfig(num_local_experts=E, hidden_size=H, intermediate_size=INNER, num_hidden_layers=1)
+    config._experts_implementation = "grouped_mm"
+    experts = modeling.GptOssExperts(config)
+    experts._is_expert_parallel = True
+    for parameter in experts.parameters():
+        parameter.data.normal_(std=0.5)
+    compiled = compile_eager(lambda *args: experts(*args))
+    x, weights = torch.randn(9, H), torch.rand(9, K)
+    ids = torch.rand(9, E).argsort(1)[:, :K]
+    if outside:
+        ids[::2, 1] = E
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, ids, weights), experts(x, ids, weights), rtol=1e-4, atol=1e-4)
+    from moe_compiler import last_reports
+
+    assert len(last_reports()[-1].matches) == 1
 
 
 class Tunable(nn.Module):
