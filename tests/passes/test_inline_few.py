@@ -82,7 +82,7 @@ def test_a_router_with_bias_groups_and_scale_is_written_out_too(operands):
         arguments = (K, "sigmoid", "before", 4, 2, 2, "0", True, True, 0.9, 2.0, torch.float32, torch.float32)
         bias, scale = (value if there else None for value, there in zip((bias, scale), operands, strict=True))
         w, ids = torch.ops.moepdl.route(logits, bias, scale, *arguments)
-        return torch.ops.moepdl.experts(x, ids, w, [gate_up], [], [down], "silu", True, "output", torch.float32)
+        return torch.ops.moepdl.experts(x, ids, w, [gate_up], [], [down], [], [], [], "silu", True, "output", x.dtype)
 
     with FakeTensorMode():
         module = make_fx(function)(*[torch.empty(shape) for shape in shapes])
