@@ -36,6 +36,8 @@ _COSTS: dict[str, tuple[sympy.Expr, sympy.Expr]] = {
     "grad_act": (_HIT * I * H * W + T * H * W + _PAIRS * (2 * N + I) * W, 2 * _PAIRS * I * H),
     "grad_down": (E * I * H * W + T * H * W + _PAIRS * I * W, 2 * _PAIRS * I * H),
     "grad_gate_up": (E * N * H * W + T * H * W + _PAIRS * N * W, 2 * _PAIRS * N * H),
+    "grad_down_bias": (E * H * W + T * H * W, _PAIRS * H),
+    "grad_gate_up_bias": (E * N * W + _PAIRS * N * W, _PAIRS * N),
     "grad_pairs": (_HIT * N * H * W + _PAIRS * (N + H) * W, 2 * _PAIRS * N * H),
     "grad_input_weights": (_PAIRS * H * W + T * H * W, 2 * _PAIRS * H),
 }

@@ -131,6 +131,10 @@ def stage_sizes(node: Node) -> dict[str, int]:
         sizes.setdefault("N", 2 * sizes["I"] if named.get("gated", True) else sizes["I"])
     if "perm" in named and "k" not in sizes and "starts" in named:
         sizes.setdefault("E", int(named["starts"].meta["val"].shape[0]) - 1)
+    if op_name(node) in ("grad_down_bias", "grad_gate_up_bias"):
+        rows = named["grad_y" if op_name(node) == "grad_down_bias" else "grad_preact"].meta["val"]
+        sizes |= {"E": int(named["starts"].meta["val"].shape[0]) - 1, "w": rows.element_size()}
+        sizes["H" if op_name(node) == "grad_down_bias" else "N"] = int(rows.shape[1])
     if op_name(node) == "route":
         logits = named["logits"].meta["val"]
         sizes |= {"E": int(logits.shape[1]), "w": logits.element_size()}

@@ -36,7 +36,14 @@ _ROWS: dict[str, dict[str, str]] = {
     "grad_input_weights": {"grad_weights": "T"},
 }
 # Results that have the layout of an operand.
-_LIKE = {"grad_down": "down", "grad_gate": "gate", "grad_up": "up"}
+_LIKE = {
+    "grad_down": "down",
+    "grad_gate": "gate",
+    "grad_up": "up",
+    "grad_down_bias": "down_bias",
+    "grad_gate_bias": "gate_bias",
+    "grad_up_bias": "up_bias",
+}
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,11 @@ def build_chain(nodes: Sequence[Node], *, direction: str, name: str) -> Chain:
         stage = op_name(node)
         traits = kernel(stage).traits
         named = named_arguments(node)
-        ins = {key: builder.operand(key, named[key]) for key in traits.reads}
+        optional = traits.optional_reads
+        ins = {
+            key: None if key in optional and not named[key] else builder.operand(key, named[key])
+            for key in traits.reads
+        }
         attrs = {
             key: str(value).removeprefix("torch.") if _is_dtype(key, value) else value
             for key, value in named.items()
@@ -230,7 +241,8 @@ def _list_results(
     offset = 0
     for parameter in writes:
         like = ins[_LIKE[parameter]]
-        assert like is not None
+        if like is None:
+            continue  # the gradient of biases that are not there
         count = lengths[like] or 0
         name = builder.fresh(parameter)
         builder.shapes[name] = Buffer(like=like)

@@ -47,7 +47,16 @@ class Level(IntEnum):
 
 MOE_OPERATORS = frozenset({"route", "route_backward", "experts", "experts_saving", "experts_backward"})
 FORWARD_STAGES = ("route", "order", "gate_up", "down", "combine")
-BACKWARD_STAGES = ("grad_act", "grad_down", "grad_gate_up", "grad_pairs", "grad_input_weights", "combine")
+BACKWARD_STAGES = (
+    "grad_act",
+    "grad_down",
+    "grad_gate_up",
+    "grad_down_bias",
+    "grad_gate_up_bias",
+    "grad_pairs",
+    "grad_input_weights",
+    "combine",
+)
 STAGES = frozenset(FORWARD_STAGES) | frozenset(BACKWARD_STAGES)
 
 # `chain` may stand beside stages that no chain took (chain_pdl disabled); the moe level is gone after expand_stages.
@@ -190,12 +199,18 @@ class RouterSpec:
         )
 
 
+# Gate's rows before up's, up's before gate's, or in turns (row 0 of gate, row 0 of up, row 1 of gate, ...).
+PACKINGS = ("gate_up", "up_gate", "interleaved", "interleaved_up_gate")
+
+
 @dataclass(frozen=True)
 class ExpertsSpec:
     """What an expert computes: the attributes of `moepdl::experts`.
 
-    activation: "silu" | "gelu" | "gelu_tanh" | "relu" | "relu2"; gated: act(gate) * up, else act(gate);
+    activation: "silu" | "gelu" | "gelu_tanh" | "relu" | "relu2", with parameters where they do something, as in
+    "silu(alpha=1.702,limit=7.0,shift=1.0)" (runtime_kernels/activations.py); gated: act(gate) * up, else act(gate);
     weight_at: "output" or "input", where the routing weight is applied; dtype of the result;
+    packing: how the source's packed weights hold gate and up, see PACKINGS (the operator sees views of them);
     compute_dtype: dtype of the matmuls (autocast makes it differ from the operands' own dtype).
     """
 
@@ -204,6 +219,7 @@ class ExpertsSpec:
     weight_at: str
     dtype: torch.dtype
     compute_dtype: torch.dtype
+    packing: str = "gate_up"
 
 
 @dataclass
@@ -216,7 +232,8 @@ class Match:
     zeros elsewhere, from which raising takes them. router_bias, router_scale: a router's optional operands, one number
     an expert; router_place: the node behind which it is inserted; router_inner: the nodes that it replaces.
     gate, up, down: expert weights as nodes in the layouts of `moepdl::experts`; `transposed` names those lists whose
-    nodes hold [.., in, out] and need a transposed view.
+    nodes hold [.., in, out] and need a transposed view. gate_bias, up_bias, down_bias: nodes of the biases, [E, out] or
+    one an expert; empty for none.
     output: the node whose value the block computes, [T, H]. base: a tensor of the model's own [T, H] to which the
     experts' rows are added in the output, None where they are added to zeros. inner: nodes that belong to the block
     alone.
@@ -236,6 +253,9 @@ class Match:
     anchor: Node
     base: Node | None = None
     weights_KTE: Node | None = None
+    gate_bias: tuple[Node, ...] = ()
+    up_bias: tuple[Node, ...] = ()
+    down_bias: tuple[Node, ...] = ()
     transposed: frozenset[str] = frozenset()
     per_pair: bool = False
     sizes: dict[str, sympy.Expr] = field(default_factory=dict)

@@ -81,7 +81,7 @@ def _few(steps: tuple[Step, ...], outputs: frozenset[str]) -> tuple[Launch, ...]
     )
     down = _launch(
         "down_few",
-        {"act": act, "ids": order.ins["ids"], "weights": last.ins["weights"], "down": second.ins["down"]},
+        {**second.ins, "act": act, "ids": order.ins["ids"], "weights": last.ins["weights"]},
         {"y": last.outs["y"]},
         {"dtype": last.attrs["dtype"]},
     )
@@ -109,10 +109,10 @@ def _loop(steps: tuple[Step, ...], outputs: frozenset[str]) -> tuple[Launch, ...
     at, order, first, second, last = block
     weights = first.ins["weights"] or last.ins["weights"]
     ins = {
-        **{name: first.ins[name] for name in ("x", "gate", "up", "perm", "starts")},
+        **{name: first.ins.get(name) for name in ("x", "gate", "up", "gate_bias", "up_bias", "perm", "starts")},
+        **{name: second.ins.get(name) for name in ("down", "down_bias")},
         "ids": order.ins["ids"],
         "weights": weights,
-        "down": second.ins["down"],
     }
     attrs: dict[str, Attribute] = {
         "activation": first.attrs["activation"],
@@ -133,6 +133,7 @@ def _loop_backward(steps: tuple[Step, ...], outputs: frozenset[str]) -> tuple[La
     by_name = {step.stage: step for step in steps}
     act, wide, pairs = by_name.get("grad_act"), by_name.get("grad_gate_up"), by_name.get("grad_pairs")
     down, combine, scores = by_name.get("grad_down"), by_name.get("combine"), by_name.get("grad_input_weights")
+    bias, down_bias = by_name.get("grad_gate_up_bias"), by_name.get("grad_down_bias")
     source = wide or pairs
     if act is None or source is None or len(by_name) != len(steps):
         return None
@@ -154,10 +155,11 @@ def _loop_backward(steps: tuple[Step, ...], outputs: frozenset[str]) -> tuple[La
         outs["grad_weights"] = scores.outs["grad_weights"]
     if wide is not None:
         outs |= {name: wide.outs[name] for name in ("grad_gate", "grad_up") if name in wide.outs}
-    if down is not None:
-        outs["grad_down"] = down.outs["grad_down"]
+    for step in (down, bias, down_bias):
+        outs |= step.outs if step is not None else {}
     ins = {
-        **{name: act.ins[name] for name in ("grad_y", "down", "preact", "perm", "starts")},
+        **{name: act.ins.get(name) for name in ("grad_y", "down", "down_bias", "preact", "perm", "starts")},
+        **({name: bias.ins.get(name) for name in ("gate_bias", "up_bias")} if bias is not None else {}),
         **{name: source.ins[name] for name in ("gate", "up")},
         "x": x,
         "weights": weights,
@@ -166,7 +168,7 @@ def _loop_backward(steps: tuple[Step, ...], outputs: frozenset[str]) -> tuple[La
         "activation": act.attrs["activation"],
         "gated": act.attrs["gated"],
         "weight_at": "output" if at_output else "input",
-        "needs": tuple(name in outs for name in ("grad_x", "grad_weights", "grad_gate", "grad_up", "grad_down")),
+        "needs": tuple(name in outs for name in kernel("experts_loop_backward").traits.writes),
     }
     return (_launch("experts_loop_backward", ins, outs, attrs),)
 

@@ -26,7 +26,16 @@ _WORST_FIRST = ("fallback", "rewritten", "dryrun", "unchanged")
 LOOP_STAGES = {
     "experts_loop": ("gate_up", "down", "combine"),
     "experts_loop_saving": ("gate_up", "down", "combine"),
-    "experts_loop_backward": ("grad_act", "grad_down", "grad_gate_up", "grad_pairs", "grad_input_weights", "combine"),
+    "experts_loop_backward": (
+        "grad_act",
+        "grad_down",
+        "grad_gate_up",
+        "grad_down_bias",
+        "grad_gate_up_bias",
+        "grad_pairs",
+        "grad_input_weights",
+        "combine",
+    ),
 }
 
 R = TypeVar("R")

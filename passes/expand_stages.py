@@ -82,8 +82,9 @@ def _expand_experts(node: Node, *, saving: bool) -> None:
     at_output = a["weights"] if a["weight_at"] == "output" else None
     order = e.stage("order", a["ids"], _experts_count(a["gate"]))
     perm, starts = e.item(order, 0), e.item(order, 1)
-    first = e.stage("gate_up", a["x"], at_input, perm, starts, a["gate"], a["up"], k, a["activation"], a["gated"], save)
-    pairs = e.stage("down", e.item(first, 0), perm, starts, a["down"])
+    weights = (a["gate"], a["up"], a["gate_bias"], a["up_bias"])
+    first = e.stage("gate_up", a["x"], at_input, perm, starts, *weights, k, a["activation"], a["gated"], save)
+    pairs = e.stage("down", e.item(first, 0), perm, starts, a["down"], a["down_bias"])
     y = e.stage("combine", pairs, at_output, k, a["dtype"])
     if saving:
         e.replace([y, e.item(first, 1), perm, starts])
@@ -96,12 +97,12 @@ def _expand_experts_backward(node: Node) -> None:
     a, e = named_arguments(node), _Expansion(node)
     k = int(a["ids"].meta["val"].shape[1])
     x, weights, perm, starts = a["x"], a["weights"], a["perm"], a["starts"]
-    need_x, need_weights, need_gate, need_up, need_down = a["needs"]
+    need_x, need_weights, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = a["needs"]
     at_output = a["weight_at"] == "output"
-    results: list[Any] = [None] * 5
+    results: list[Any] = [None] * 8
     scores = weights if at_output else None
     attributes = (k, a["activation"], a["gated"])
-    first = e.stage("grad_act", a["grad_y"], scores, a["preact"], perm, starts, a["down"], *attributes)
+    first = e.stage("grad_act", a["grad_y"], scores, a["preact"], perm, starts, a["down"], a["down_bias"], *attributes)
     grad_preact = e.item(first, 0)
     if need_down:
         grads = e.stage("grad_down", a["grad_y"], e.item(first, 1), perm, starts, a["down"], k)
@@ -121,6 +122,13 @@ def _expand_experts_backward(node: Node) -> None:
         )
         items = [e.item(grads, i) for i in range(len(a["gate"]) + len(a["up"]))]
         results[2], results[3] = items[: len(a["gate"])], items[len(a["gate"]) :]
+    if (need_gate_bias and a["gate_bias"]) or (need_up_bias and a["up_bias"]):
+        grads = e.stage("grad_gate_up_bias", grad_preact, starts, a["gate_bias"], a["up_bias"])
+        items = [e.item(grads, i) for i in range(len(a["gate_bias"]) + len(a["up_bias"]))]
+        results[5], results[6] = items[: len(a["gate_bias"])], items[len(a["gate_bias"]) :]
+    if need_down_bias and a["down_bias"]:
+        grads = e.stage("grad_down_bias", a["grad_y"], scores, perm, starts, a["down_bias"], k)
+        results[7] = [e.item(grads, i) for i in range(len(a["down_bias"]))]
     if need_x or (need_weights and not at_output):
         pairs = e.stage("grad_pairs", grad_preact, perm, starts, a["gate"], a["up"], a["gated"])
         if need_x:

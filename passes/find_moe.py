@@ -34,6 +34,7 @@ __all__ = ["find_moe"]
 
 def _operands(match: Match) -> list[Node]:
     found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
+    found += [*match.gate_bias, *match.up_bias, *match.down_bias]
     found += [node for node in (match.weights_TK, match.weights_KTE, match.base) if node is not None]
     return found
 
@@ -87,7 +88,7 @@ def _leads_somewhere(node: Node, inside: frozenset[Node]) -> bool:
 
 
 def _is_matmul(node: Node) -> bool:
-    return contraction(node) is not None or op_name(node) in _MATMULS
+    return contraction(node, biased=True) is not None or op_name(node) in _MATMULS
 
 
 def _check_closed(match: Match, inside: frozenset[Node], order: dict[Node, int]) -> None:

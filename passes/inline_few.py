@@ -19,6 +19,7 @@ from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.inline import named_arguments, write_out
 from moe_compiler.moe_ir import Level, is_moepdl, op_name
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
+from moe_compiler.runtime_kernels.activations import ActivationRule, parse_activation
 from moe_compiler.runtime_kernels.route.reference import route
 
 __all__ = ["FEW_PAIRS", "inline_few"]
@@ -52,6 +53,7 @@ def _is_few(node: Node, named: dict[str, Any]) -> bool:
         and ids.args[0].args[0].meta["val"].shape[1] == named["down"][0].meta["val"].shape[0]
     )
     packed = all(len(named[role]) <= 1 for role in ("gate", "up", "down")) and all(w.dim() == 3 for w in weights)
+    packed = packed and all(len(named[role]) <= 1 for role in ("gate_bias", "up_bias", "down_bias"))
     return routed and packed and all(1 in w.stride()[-2:] for w in weights)
 
 
@@ -70,19 +72,28 @@ class _Writer:
         dtype = value.meta["val"].dtype
         return value if dtype in (torch.float32, torch.float64) else self(_convert, value, torch.float32)
 
-    def products(self, rows_SK: Node, weight: Node, ids_S: Node) -> Node:
-        """rows [S, in] times the chosen experts' [out, in] -> [S, out]."""
+    def products(self, rows_SK: Node, weight: Node, bias: list[Node], ids_S: Node) -> Node:
+        """rows [S, in] times the chosen experts' [out, in], and their biases where there are any -> [S, out]."""
         # Along the dimension that is contiguous in memory, be it the one that is summed or not.
         transposed = weight.meta["val"].stride(-1) != 1
         if transposed:
             weight = self(_aten.permute.default, weight, [0, 2, 1])
         chosen = self.wide(self(_aten.index.Tensor, weight, [ids_S]))
         rows = self(_aten.unsqueeze.default, rows_SK, 2 if transposed else 1)
-        return self(_aten.sum.dim_IntList, self(_aten.mul.Tensor, chosen, rows), [1 if transposed else 2])
+        total = self(_aten.sum.dim_IntList, self(_aten.mul.Tensor, chosen, rows), [1 if transposed else 2])
+        return self(_aten.add.Tensor, total, self.wide(self(_aten.index.Tensor, bias[0], [ids_S]))) if bias else total
 
-    def activation(self, name: str, gate: Node) -> Node:
+    def other(self, rule: ActivationRule, up: Node) -> Node:
+        """What the activated gate is multiplied with."""
+        up = up if rule.limit is None else self(_aten.clamp.default, up, -rule.limit, rule.limit)
+        return self(_aten.add.Scalar, up, rule.shift) if rule.shift else up
+
+    def activation(self, rule: ActivationRule, gate: Node) -> Node:
+        name = rule.name
+        gate = gate if rule.limit is None else self(_aten.clamp.default, gate, None, rule.limit)
         if name == "silu":
-            return self(_aten.mul.Tensor, gate, self(_aten.sigmoid.default, gate))
+            inner = gate if rule.alpha == 1.0 else self(_aten.mul.Tensor, gate, rule.alpha)
+            return self(_aten.mul.Tensor, gate, self(_aten.sigmoid.default, inner))
         if name in ("gelu", "gelu_tanh"):
             return self._gelu(gate, name == "gelu_tanh")
         positive = self(_aten.relu.default, gate)
@@ -112,16 +123,18 @@ def _inline(node: Node, named: dict[str, Any]) -> None:
     if named["weight_at"] == "input":
         rows = write.wide(write(_convert, write(_aten.mul.Tensor, rows, scale_TK1), compute))
     rows = write(_aten.reshape.default, rows, [tokens * k, x.meta["val"].shape[1]])
-    hidden = write(_convert, write.products(rows, named["gate"][0], ids_S), compute)
+    hidden = write(_convert, write.products(rows, named["gate"][0], named["gate_bias"], ids_S), compute)
     gate, up = write.wide(hidden), None
     if named["up"]:
-        up = write.wide(write(_convert, write.products(rows, named["up"][0], ids_S), compute))
+        up = write.wide(write(_convert, write.products(rows, named["up"][0], named["up_bias"], ids_S), compute))
     elif named["gated"]:
         half = int(hidden.meta["val"].shape[1]) // 2
         gate, up = write(_aten.slice.Tensor, gate, 1, 0, half), write(_aten.slice.Tensor, gate, 1, half, 2 * half)
-    act = write.activation(named["activation"], gate)
-    act = write.wide(write(_convert, write(_aten.mul.Tensor, act, up) if up is not None else act, compute))
-    out = write.wide(write(_convert, write.products(act, named["down"][0], ids_S), compute))
+    rule = parse_activation(named["activation"])
+    act = write.activation(rule, gate)
+    act = write(_aten.mul.Tensor, act, write.other(rule, up)) if up is not None else act
+    act = write.wide(write(_convert, act, compute))
+    out = write.wide(write(_convert, write.products(act, named["down"][0], named["down_bias"], ids_S), compute))
     pairs = write(_aten.reshape.default, out, [tokens, k, out.meta["val"].shape[1]])
     if named["weight_at"] == "output":
         pairs = write(_aten.mul.Tensor, pairs, scale_TK1)

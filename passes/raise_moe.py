@@ -41,6 +41,25 @@ def _oriented(node: Node, transposed: bool) -> Node:
     return insert(node, _aten.transpose.int, (node, -2, -1))
 
 
+def _flat_bias(node: Node) -> Node:
+    """A bias without the dimension that a batched product needs: [E, out] of [E, 1, out]."""
+    return insert(node, _aten.squeeze.dim, (node, 1)) if node.meta["val"].dim() == 3 else node
+
+
+def _unpacked(nodes: list[Node], packing: str, dim: int) -> tuple[list[Node], list[Node]]:
+    """gate and up as views of what packs both along `dim` in another order than the operator's own."""
+    parts: tuple[list[Node], list[Node]] = ([], [])
+    for node in nodes:
+        half = int(node.meta["val"].shape[dim]) // 2
+        first, second = ((0, half, 1), (half, 2 * half, 1))
+        if packing.startswith("interleaved"):
+            first, second = ((0, 2 * half, 2), (1, 2 * half, 2))
+        of_gate, of_up = (second, first) if packing.endswith("up_gate") else (first, second)
+        for part, bounds in zip(parts, (of_gate, of_up), strict=True):
+            part.append(insert(node, _aten.slice.Tensor, (node, dim, *bounds)))
+    return parts
+
+
 class _Raising:
     """The matches of one graph, raised one after the other; operands that an earlier one replaced are followed."""
 
@@ -120,12 +139,18 @@ class _Raising:
                 x = insert(output, _aten.mul.Tensor, (x, weights))
                 weights, weight_at = insert(output, _aten.ones_like.default, (weights,)), "output"
             x = _cast(x, spec.compute_dtype)
-            lists = []
+            lists = {}
             for role in ("gate", "up", "down"):
                 oriented = [_oriented(self.now(n), role in match.transposed) for n in getattr(match, role)]
-                lists.append([_cast(n, spec.compute_dtype) for n in oriented])
+                lists[role] = [_cast(n, spec.compute_dtype) for n in oriented]
+            for role in ("gate_bias", "up_bias", "down_bias"):
+                flat = [_flat_bias(self.now(n)) for n in getattr(match, role)]
+                lists[role] = [_cast(n, spec.compute_dtype) for n in flat]
+            if not match.up and spec.packing != "gate_up":
+                lists["gate"], lists["up"] = _unpacked(lists["gate"], spec.packing, -2)
+                lists["gate_bias"], lists["up_bias"] = _unpacked(lists["gate_bias"], spec.packing, -1)
             attributes = (spec.activation, spec.gated, weight_at, spec.dtype)
-            raised = insert(output, torch.ops.moepdl.experts.default, (x, ids, weights, *lists, *attributes))
+            raised = insert(output, torch.ops.moepdl.experts.default, (x, ids, weights, *lists.values(), *attributes))
             result = _shaped_like(raised, output)
             if match.base is not None:
                 result = insert(output, _aten.add.Tensor, (self.now(match.base), result))
@@ -179,6 +204,11 @@ def _has_effect(node: Node, inner: set[Node]) -> bool:
     return node.is_impure() and not is_op(node, *_STATEMENTS) and not (node in inner and mutated_arguments(node))
 
 
+def _biased(match: Match) -> str:
+    """The projections that have a bias."""
+    return ", ".join(role for role in ("gate", "up", "down") if getattr(match, f"{role}_bias"))
+
+
 def _describe(match: Match, left_alone: str) -> MatchRecord:
     spec = match.spec
     attributes: dict[str, Any] = {
@@ -186,6 +216,8 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
         "gated": spec.gated,
         "weight_at": spec.weight_at,
         "layout": "per expert" if len(match.down) > 1 else "packed" if not match.up else "separate gate and up",
+        **({"packing": spec.packing} if spec.packing != "gate_up" else {}),
+        **({"biases": _biased(match)} if _biased(match) else {}),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "compute_dtype": str(spec.compute_dtype).removeprefix("torch."),
     }

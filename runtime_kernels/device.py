@@ -32,10 +32,12 @@ def trigger(PDL: tl.constexpr):
 
 
 @triton.jit
-def activation(gate, NAME: tl.constexpr):
-    """f(gate), fp32. NaN stays NaN, as in torch."""
+def activation(gate, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """f(min(gate, LIMIT)), fp32; LIMIT 0 is none. NaN stays NaN, as in torch."""
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
     if NAME == "silu":
-        value = gate * tl.sigmoid(gate)
+        value = gate * tl.sigmoid(gate if ALPHA == 1.0 else ALPHA * gate)
     elif NAME == "gelu":
         value = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
     elif NAME == "gelu_tanh":
@@ -50,12 +52,26 @@ def activation(gate, NAME: tl.constexpr):
 
 
 @triton.jit
-def activation_slope(gate, NAME: tl.constexpr):
-    """f(gate) and f'(gate), fp32."""
+def shifted(up, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """What the activated gate is multiplied with: up, clamped to -LIMIT .. LIMIT (0: not), plus SHIFT."""
+    if LIMIT > 0:
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if SHIFT != 0:
+        up += SHIFT
+    return up
+
+
+@triton.jit
+def activation_slope(gate, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """f(min(gate, LIMIT)) and its derivative, fp32."""
+    free = gate <= LIMIT
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
     if NAME == "silu":
-        chance = tl.sigmoid(gate)
+        scaled = gate if ALPHA == 1.0 else ALPHA * gate
+        chance = tl.sigmoid(scaled)
         value = gate * chance
-        slope = chance * (1.0 + gate * (1.0 - chance))
+        slope = chance * (1.0 + scaled * (1.0 - chance))
     elif NAME == "gelu":
         chance = 0.5 * (1.0 + tl.math.erf(gate * 0.7071067811865476))
         value = gate * chance
@@ -73,6 +89,8 @@ def activation_slope(gate, NAME: tl.constexpr):
         positive = tl.where(gate <= 0, 0.0, gate)
         value = positive * positive
         slope = 2.0 * positive
+    if LIMIT > 0:
+        slope = tl.where(free, slope, 0.0)
     return value, slope
 
 
@@ -86,6 +104,15 @@ def expert_matrix(base, expert, STRIDE: tl.constexpr, TABLE: tl.constexpr, ALIGN
     else:
         matrix = base + expert.to(tl.int64) * STRIDE
     return matrix
+
+
+@triton.jit
+def bias_row(
+    base, expert, at, keep, STRIDE_E: tl.constexpr, STRIDE: tl.constexpr, TABLE: tl.constexpr, DTYPE: tl.constexpr
+):
+    """The numbers `at` of an expert's bias where `keep`, else zero; fp32."""
+    vector = expert_matrix(base, expert, STRIDE_E, TABLE, False, DTYPE)
+    return tl.load(vector + at * STRIDE, mask=keep, other=0.0).to(tl.float32)
 
 
 @triton.jit

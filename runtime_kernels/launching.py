@@ -21,6 +21,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_compiler.runtime_kernels.activations import parse_activation
+from moe_compiler.runtime_kernels.biases import ExpertBiases, as_columns
 from moe_compiler.runtime_kernels.device import write_table_kernel
 from moe_compiler.runtime_kernels.weights import ExpertWeights
 
@@ -82,6 +84,19 @@ class Matrix:
     table: bool
     aligned: bool
     wide: bool
+
+
+@dataclass(frozen=True)
+class Vector:
+    """The biases of one projection as kernels take them: `Matrix` for vectors; operand None where there are none."""
+
+    operand: Tensor | None
+    stride: int
+    step: int
+    table: bool
+
+
+NO_BIAS = Vector(None, 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -217,6 +232,23 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
         if _trace is not None:
             _trace.constants.append(table)
     return Matrix(table, 0, out, inner, True, aligned, wide)
+
+
+def vector(tensors: Sequence[Tensor] | None, what: str, *, written: bool = False) -> Vector:
+    """Expert biases, or gradients that are to be `written`, as kernels take them. Raises WeightLayoutError."""
+    if not tensors:
+        return NO_BIAS
+    if ExpertBiases(tensors, what).is_packed:
+        check_dtype(tensors[0].dtype, what)
+        return Vector(tensors[0], tensors[0].stride(0), tensors[0].stride(1), False)
+    listed = matrix(as_columns(tensors), what, written=written)
+    return Vector(listed.operand, 0, listed.out, True)
+
+
+def activation_constants(text: str) -> dict[str, Any]:
+    """The constants by which kernels know an activation; LIMIT 0 stands for none."""
+    rule = parse_activation(text)
+    return {"ACTIVATION": rule.name, "ALPHA": rule.alpha, "LIMIT": rule.limit or 0.0, "SHIFT": rule.shift}
 
 
 def _write_table(tensors: Sequence[Tensor]) -> Tensor:

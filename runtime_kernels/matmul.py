@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_compiler.runtime_kernels.biases import ExpertBiases, add_rows, vector
 from moe_compiler.runtime_kernels.weights import ExpertWeights
 
 
@@ -30,21 +31,26 @@ _SMALL = 1 << 16
 _SMALL_INTO = 1 << 21
 
 
-def _onednn(left: Tensor, right: Tensor) -> Tensor:
+def _onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
     assert _onednn_linear is not None
-    return _onednn_linear(left, right.t(), None, "none", [], "")
+    return _onednn_linear(left, right.t(), None if bias is None else bias.contiguous(), "none", [], "")
 
 
 def _by_onednn(left: Tensor) -> bool:
     return _onednn_linear is not None and left.dtype is torch.float32 and left.is_cpu
 
 
-def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left [M,L] @ right [L,N] -> [M,N], into `out` (any strides) where given. Accumulates in fp32, fp64 for fp64."""
+def matmul(left: Tensor, right: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """left [M,L] @ right [L,N] (+ bias [N]) -> [M,N], into `out` (any strides) where given.
+
+    Accumulates in fp32, fp64 for fp64; product and bias are rounded together, once.
+    """
     large = right.numel() > _SMALL if out is None else left.shape[0] * right.numel() > _SMALL_INTO
     if large and _by_onednn(left):
-        result = _onednn(left, right)
+        result = _onednn(left, right, bias)
         return result if out is None else out.copy_(result)
+    if bias is not None:
+        return torch.addmm(bias, left, right) if out is None else torch.addmm(bias, left, right, out=out)
     return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
 
@@ -55,8 +61,11 @@ def matmul_experts(
     spans: Sequence[tuple[int, int, int]],
     *,
     transposed: bool = False,
+    bias: ExpertBiases | None = None,
 ) -> Tensor:
     """rows [S,out] @ weight_e [out,in] -> [S,in], or transposed [S,in] -> [S,out]; rows of no expert are unspecified.
+
+    bias is added to each expert's rows and rounded together with the product.
 
     starts int32 [E+1] and spans (`expert_rows`) both say which rows are an expert's. As little as can be is done for
     each expert: with few rows that is what the time goes into.
@@ -67,18 +76,23 @@ def matmul_experts(
         stack = stack.mT
     # It looks at every expert: where most have no rows a call for each of the others is less.
     crowded = 2 * len(spans) >= weights.experts
-    if stack is not None and crowded and not onednn and _can_group(rows) and _can_group(stack):
-        return F.grouped_mm(rows, stack, offs=starts[1:])
+    exact = bias is None or rows.dtype in (torch.float32, torch.float64)
+    if stack is not None and crowded and exact and not onednn and _can_group(rows) and _can_group(stack):
+        return add_rows(F.grouped_mm(rows, stack, offs=starts[1:]), bias, spans)
     matrices = weights.matrices()
     rights = [matrices[expert].t() if transposed else matrices[expert] for expert, _, _ in spans]
     sizes = [end - begin for _, begin, end in spans]
     known = sum(sizes)
     out = rows.new_empty((rows.shape[0], weights.out if transposed else weights.inner))
-    for left, right, part in zip(rows[:known].split(sizes), rights, out[:known].split(sizes), strict=True):
+    vectors = [vector(bias, expert) for expert, _, _ in spans]
+    pieces = zip(rows[:known].split(sizes), rights, vectors, out[:known].split(sizes), strict=True)
+    for left, right, added, part in pieces:
         if onednn:
-            part.copy_(_onednn(left, right))
-        else:
+            part.copy_(_onednn(left, right, added))
+        elif added is None:
             torch.mm(left, right, out=part)
+        else:
+            torch.addmm(added, left, right, out=part)
     return out
 
 

@@ -6,6 +6,7 @@ from moe_compiler.runtime_kernels.down import op as _down  # noqa: F401
 from moe_compiler.runtime_kernels.experts import op as _experts  # noqa: F401
 from moe_compiler.runtime_kernels.gate_up import op as _gate_up  # noqa: F401
 from moe_compiler.runtime_kernels.grad_act import op as _grad_act  # noqa: F401
+from moe_compiler.runtime_kernels.grad_biases import op as _grad_biases  # noqa: F401
 from moe_compiler.runtime_kernels.grad_input_weights import op as _grad_input_weights  # noqa: F401
 from moe_compiler.runtime_kernels.grad_pairs import op as _grad_pairs  # noqa: F401
 from moe_compiler.runtime_kernels.grad_weights import op as _grad_weights  # noqa: F401

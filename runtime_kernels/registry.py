@@ -86,6 +86,10 @@ def _table(*kernels: Kernel) -> dict[str, Kernel]:
     return {k.name: k for k in kernels}
 
 
+_PROJECTIONS = ("gate", "up", "down")
+_BIASES = ("gate_bias", "up_bias", "down_bias")
+_GRADIENTS = tuple(f"grad_{name}" for name in (*_PROJECTIONS, *_BIASES))
+
 _KERNELS = _table(
     # (logits [T,E], bias [E], expert_scale [E]) -> weights [T,k], ids [T,k] int64
     #   attrs: k, score, order, groups, kept_groups, group_top, fill, renormalize, clamp, eps, scale, score_dtype, dtype
@@ -120,12 +124,12 @@ _KERNELS = _table(
         "gate_up",
         "gate_up",
         Traits(
-            reads=("x", "weights", "perm", "starts", "gate", "up"),
+            reads=("x", "weights", "perm", "starts", "gate", "up", "gate_bias", "up_bias"),
             writes=("act", "preact"),
-            weights=("gate", "up"),
-            optional_reads=("weights",),
+            weights=("gate", "up", "gate_bias", "up_bias"),
+            optional_reads=("weights", "gate_bias", "up_bias"),
             optional_writes=("preact",),
-            lists=("gate", "up"),
+            lists=("gate", "up", "gate_bias", "up_bias"),
         ),
     ),
     # -> act [S,I] in PAIR order, without a sort;  attrs: activation, gated
@@ -133,29 +137,35 @@ _KERNELS = _table(
         "gate_up_few",
         "gate_up",
         Traits(
-            reads=("x", "weights", "ids", "gate", "up"),
+            reads=("x", "weights", "ids", "gate", "up", "gate_bias", "up_bias"),
             writes=("act",),
-            weights=("gate", "up"),
-            optional_reads=("weights",),
-            lists=("gate", "up"),
+            weights=("gate", "up", "gate_bias", "up_bias"),
+            optional_reads=("weights", "gate_bias", "up_bias"),
+            lists=("gate", "up", "gate_bias", "up_bias"),
         ),
     ),
     # -> pairs [S,H] in pair order, rows of ids out of range are zero
     Kernel(
         "down",
         "down",
-        Traits(reads=("act", "perm", "starts", "down"), writes=("pairs",), weights=("down",), lists=("down",)),
+        Traits(
+            reads=("act", "perm", "starts", "down", "down_bias"),
+            writes=("pairs",),
+            weights=("down", "down_bias"),
+            optional_reads=("down_bias",),
+            lists=("down", "down_bias"),
+        ),
     ),
     # act in pair order -> y [T,H], summed over k in the kernel;  attrs: dtype
     Kernel(
         "down_few",
         "down",
         Traits(
-            reads=("act", "ids", "weights", "down"),
+            reads=("act", "ids", "weights", "down", "down_bias"),
             writes=("y",),
-            weights=("down",),
-            optional_reads=("weights",),
-            lists=("down",),
+            weights=("down", "down_bias"),
+            optional_reads=("weights", "down_bias"),
+            lists=("down", "down_bias"),
         ),
     ),
     # -> y [T,H];  attrs: k, dtype
@@ -165,12 +175,12 @@ _KERNELS = _table(
         "grad_act",
         "grad_act",
         Traits(
-            reads=("grad_y", "weights", "preact", "perm", "starts", "down"),
+            reads=("grad_y", "weights", "preact", "perm", "starts", "down", "down_bias"),
             writes=("grad_preact", "act", "grad_weights"),
-            weights=("down",),
-            optional_reads=("weights",),
+            weights=("down", "down_bias"),
+            optional_reads=("weights", "down_bias"),
             optional_writes=("act", "grad_weights"),
-            lists=("down",),
+            lists=("down", "down_bias"),
         ),
     ),
     # `down` gives the layout only: its data is not read.  -> grad_down like down;  attrs: k
@@ -196,6 +206,31 @@ _KERNELS = _table(
             lists=("gate", "up", "grad_gate", "grad_up"),
         ),
     ),
+    # `down_bias` gives the layout only.  -> grad_down_bias like down_bias (rows times w where given);  attrs: k
+    Kernel(
+        "grad_down_bias",
+        "grad_biases",
+        Traits(
+            reads=("grad_y", "weights", "perm", "starts", "down_bias"),
+            writes=("grad_down_bias",),
+            weights=("down_bias",),
+            optional_reads=("weights",),
+            lists=("down_bias", "grad_down_bias"),
+        ),
+    ),
+    # `gate_bias`, `up_bias` give the layout only.  -> gradients like them
+    Kernel(
+        "grad_gate_up_bias",
+        "grad_biases",
+        Traits(
+            reads=("grad_preact", "starts", "gate_bias", "up_bias"),
+            writes=("grad_gate_bias", "grad_up_bias"),
+            weights=("gate_bias", "up_bias"),
+            optional_reads=("gate_bias", "up_bias"),
+            optional_writes=("grad_gate_bias", "grad_up_bias"),
+            lists=("gate_bias", "up_bias", "grad_gate_bias", "grad_up_bias"),
+        ),
+    ),
     # -> pairs [S,H] in pair order, rows of ids out of range are zero;  attrs: gated
     Kernel(
         "grad_pairs",
@@ -215,11 +250,12 @@ _KERNELS = _table(
         "experts_loop",
         "experts",
         Traits(
-            reads=("x", "ids", "weights", "gate", "up", "down", "perm", "starts"),
+            reads=("x", "ids", "weights", *_PROJECTIONS, *_BIASES, "perm", "starts"),
             writes=("y",),
-            weights=("gate", "up", "down"),
+            weights=(*_PROJECTIONS, *_BIASES),
             min_arch=None,
-            lists=("gate", "up", "down"),
+            optional_reads=_BIASES,
+            lists=(*_PROJECTIONS, *_BIASES),
         ),
     ),
     # -> y [T,H], preact [S,N] in sorted row order;  attrs: activation, gated, weight_at, dtype
@@ -227,11 +263,12 @@ _KERNELS = _table(
         "experts_loop_saving",
         "experts",
         Traits(
-            reads=("x", "ids", "weights", "gate", "up", "down", "perm", "starts"),
+            reads=("x", "ids", "weights", *_PROJECTIONS, *_BIASES, "perm", "starts"),
             writes=("y", "preact"),
-            weights=("gate", "up", "down"),
+            weights=(*_PROJECTIONS, *_BIASES),
             min_arch=None,
-            lists=("gate", "up", "down"),
+            optional_reads=_BIASES,
+            lists=(*_PROJECTIONS, *_BIASES),
         ),
     ),
     # -> gradients, empty (or an empty list) where needs is false;  attrs: activation, gated, weight_at, needs
@@ -239,13 +276,13 @@ _KERNELS = _table(
         "experts_loop_backward",
         "experts",
         Traits(
-            reads=("grad_y", "x", "ids", "weights", "gate", "up", "down", "preact", "perm", "starts"),
-            writes=("grad_x", "grad_weights", "grad_gate", "grad_up", "grad_down"),
-            weights=("gate", "up", "down"),
+            reads=("grad_y", "x", "ids", "weights", *_PROJECTIONS, *_BIASES, "preact", "perm", "starts"),
+            writes=("grad_x", "grad_weights", *_GRADIENTS),
+            weights=(*_PROJECTIONS, *_BIASES),
             min_arch=None,
-            optional_reads=("ids",),
-            optional_writes=("grad_x", "grad_weights", "grad_gate", "grad_up", "grad_down"),
-            lists=("gate", "up", "down", "grad_gate", "grad_up", "grad_down"),
+            optional_reads=("ids", *_BIASES),
+            optional_writes=("grad_x", "grad_weights", *_GRADIENTS),
+            lists=(*_PROJECTIONS, *_BIASES, *_GRADIENTS),
         ),
     ),
 )

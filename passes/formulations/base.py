@@ -133,6 +133,7 @@ def experts_spec(activation: Activation, matmul: Node, output: Node, weight_at: 
         weight_at=weight_at,
         dtype=output.meta["val"].dtype,
         compute_dtype=compute,
+        packing=activation.packing,
     )
 
 

@@ -26,6 +26,7 @@ from moe_compiler.passes.formulations.walk import (
 )
 
 __all__ = [
+    "check_weighted_inside",
     "match_inverse",
     "match_sum_over_k",
     "match_weigh",
@@ -34,6 +35,19 @@ __all__ = [
     "row_norm",
     "squeezed",
 ]
+
+
+def check_weighted_inside(weight: Node, down_bias: tuple[Node, ...]) -> None:
+    """A routing weight between the activation and the down projection weights all that comes out: the same as after it.
+
+    Not so with a bias, which is added unweighted.
+    """
+    require(
+        not down_bias,
+        "the routing weight is applied before the down projection, whose bias it does not weight",
+        weight,
+        "apply the routing weight to the experts' output",
+    )
 
 
 # Memory of the inverse's own; torch.export writes empty_like as empty_permuted.

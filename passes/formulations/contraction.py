@@ -23,7 +23,7 @@ _WITH_BIAS = ("addmm", "addbmm", "baddbmm")
 
 @dataclass(frozen=True)
 class Contraction:
-    """out = einsum("left,right->out", left, right). An operand's dimension that is broadcast has no letter."""
+    """out = einsum("left,right->out", left, right) + bias. An operand's dimension that is broadcast has no letter."""
 
     node: Node
     left: Node
@@ -31,6 +31,7 @@ class Contraction:
     left_letters: str
     right_letters: str
     out_letters: str
+    bias: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,28 @@ class Product:
     transposed: bool
 
 
-def contraction(node: object) -> Contraction | None:
-    """The product that this node computes, None when it is no product of two tensors (or has a bias)."""
+def contraction(node: object, *, biased: bool = False) -> Contraction | None:
+    """The product that this node computes, None when it is no product of two tensors.
+
+    One with a bias counts only when `biased`: the caller has to do something about it.
+    """
     if not isinstance(node, Node):
         return None
     if is_op(node, "einsum"):
         return _einsum(node)
     if is_op(node, "linear"):
-        if arg(node, "bias") is not None:
+        bias = arg(node, "bias")
+        if bias is not None and not biased:
             return None
         rank = len(shape_of(node.args[0]))
         lead = ascii_letters[2 : rank + 1]
-        return Contraction(node, node.args[0], node.args[1], lead + "b", "ab", lead + "a")
+        return Contraction(node, node.args[0], node.args[1], lead + "b", "ab", lead + "a", bias)
+    if is_op(node, "addmm", "baddbmm"):
+        if not biased or arg(node, "beta") != 1 or arg(node, "alpha") != 1:
+            return None
+        batch = "d" if is_op(node, "baddbmm") else ""
+        letters = (batch + "cb", batch + "ba", batch + "ca")
+        return Contraction(node, node.args[1], node.args[2], *letters, node.args[0])
     if is_op(node, "mm"):
         return Contraction(node, node.args[0], node.args[1], "cb", "ba", "ca")
     if is_op(node, "bmm"):
@@ -116,15 +127,14 @@ def _sizes(found: Contraction) -> dict[str, sympy.Expr]:
     return sizes
 
 
-def match_product(node: Node, is_weight: Callable[[Node], bool], what: str) -> Product:
-    """Read `node` as rows times expert weights; `is_weight` tells the operand that they are. Miss when it is not."""
-    require(
-        not is_op(node, *_WITH_BIAS) and not (is_op(node, "linear") and arg(node, "bias") is not None),
-        f"the {what} projection has a bias",
-        node,
-        "experts with biases are not supported yet",
-    )
-    found = contraction(node)
+def match_product(node: Node, is_weight: Callable[[Node], bool], what: str, *, biased: bool = False) -> Product:
+    """Read `node` as rows times expert weights; `is_weight` tells the operand that they are. Miss when it is not.
+
+    biased: the caller has taken a bias apart already (`bias.split_bias`).
+    """
+    has_bias = is_op(node, *_WITH_BIAS) or (is_op(node, "linear") and arg(node, "bias") is not None)
+    require(biased or not has_bias, f"the {what} projection has a bias", node, "write the experts without biases")
+    found = contraction(node, biased=biased)
     added = " (a bias?)" if is_op(node, "add", "add_") else ""
     require(found is not None, f"{op_name(node)} is not the {what} projection of an expert{added}", node)
     assert found is not None
@@ -161,6 +171,10 @@ def fed_by(rows: Node, products: Collection[Node]) -> bool:
         if any(node in products for node in level):
             return True
         seen |= level
-        stop = {n for n in level if is_op(n, "index", "index_select", "gather", "topk") or contraction(n) is not None}
+        stop = {
+            n
+            for n in level
+            if is_op(n, "index", "index_select", "gather", "topk") or contraction(n, biased=True) is not None
+        }
         level = {source for node in level - stop for source in node.all_input_nodes} - seen
     return False

@@ -31,6 +31,7 @@ from moe_compiler.passes.formulations.base import (
     split_by_activation,
     trailing_cast,
 )
+from moe_compiler.passes.formulations.bias import behind_bias, split_biases
 from moe_compiler.passes.formulations.contraction import Product, contraction, fed_by, match_product
 from moe_compiler.passes.formulations.pairs import is_written, match_choice, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
@@ -49,6 +50,7 @@ from moe_compiler.passes.formulations.walk import (
     strip_views_casts,
     swaps_last_two,
     widens,
+    without_units,
 )
 
 __all__ = ["DENSE_BMM"]
@@ -112,7 +114,7 @@ def _rows(node: Node, experts: int) -> tuple[Node, Node | None] | None:
 
 def _first(node: object) -> _First | None:
     """Read a product as all tokens times all experts, None when it is not."""
-    found = contraction(node)
+    found = contraction(node, biased=True)
     if found is None:
         return None
     for weight, rows in ((found.right, found.left), (found.left, found.right)):
@@ -120,7 +122,7 @@ def _first(node: object) -> _First | None:
         if experts is None:
             continue
         try:
-            product = match_product(found.node, lambda operand, weight=weight: operand is weight, "expert")  # type: ignore[misc]
+            product = match_product(found.node, lambda operand, weight=weight: operand is weight, "expert", biased=True)  # type: ignore[misc]
         except Miss:
             continue
         if product.weight is not weight or len(product.lead) != 1 or product.lead not in product.out_letters:
@@ -135,14 +137,14 @@ def _first(node: object) -> _First | None:
 
 def _packed_product(node: Node) -> Product | None:
     """A product of rows for each expert with that expert's matrix."""
-    found = contraction(node)
+    found = contraction(node, biased=True)
     if found is None:
         return None
     for weight in (found.right, found.left):
         if _experts(weight) is None:
             continue
         try:
-            product = match_product(node, lambda operand, weight=weight: operand is weight, "down")  # type: ignore[misc]
+            product = match_product(node, lambda operand, weight=weight: operand is weight, "down", biased=True)  # type: ignore[misc]
         except Miss:
             continue
         if len(product.lead) == 1 and product.lead in product.rows_letters:
@@ -150,10 +152,19 @@ def _packed_product(node: Node) -> Product | None:
     return None
 
 
-def _has_bias(node: Node) -> bool:
-    """A first product with a bias: refused, but seen, so that the reason can be told."""
-    experts = _experts(node.args[2]) if is_op(node, "baddbmm") else None
-    return experts is not None and _rows(node.args[1], experts) is not None
+def _bias(b: Bindings, product: Product, operand: Node | None, what: str) -> tuple[Node, ...]:
+    """The packed bias [E, out] behind what is added to a product, for every token alike."""
+    if operand is None:
+        return ()
+    width = shape_of(product.node)[-1]
+    bias = strip_views_casts(operand)
+    if is_op(bias, "expand", "broadcast_to", "expand_as"):
+        bias = strip_views_casts(bias.args[0])  # type: ignore[arg-type]
+    own, packed = shape_of(operand), without_units(shape_of(bias))
+    by_expert = len(own) == 3 and own[0] == b.experts and own[2] == width and (own[1] == 1 or bias is not operand)
+    fits = by_expert and packed == (b.experts, width) and shape_of(bias)[0] == b.experts
+    require(fits, f"what is added to the {what} projection is not a bias of one row an expert", operand)
+    return (bias,)
 
 
 def anchors(graph: Graph) -> list[Node]:
@@ -161,9 +172,7 @@ def anchors(graph: Graph) -> list[Node]:
     first: set[Node] = set()
     found: list[Node] = []
     for node in graph.nodes:
-        if contraction(node) is None:
-            if _has_bias(node):
-                first.add(node)
+        if contraction(node, biased=True) is None:
             continue
         product = _packed_product(node)
         if product is not None and fed_by(product.rows, first):
@@ -193,11 +202,13 @@ def down(b: Bindings) -> None:
     assert experts is not None
     shape = shape_of(b.anchor)
     b.bind(down=product, experts=experts, tokens=elements_of(shape[1:-1]), width=shape[-1])
+    last, added = behind_bias(b.anchor, "down")
+    b.bind(last=last, down_bias=_bias(b, product, added, "down"))
 
 
 def activate(b: Bindings) -> None:
     """Its rows are act(gate) * up, or act(gate), of products of all tokens with all experts."""
-    activation = match_activation(b.down.rows)
+    activation, added = split_biases(match_activation(b.down.rows))
     first: dict[Node, _First] = {}
     for half in (activation.gate, activation.up):
         if half is None:
@@ -211,6 +222,15 @@ def activate(b: Bindings) -> None:
         require(experts == b.experts, f"{experts} gate and up weights, but {b.experts} down weights", half.source)
         first[half.source] = read
     one = next(iter(first.values()))
+    with_bias = next(iter(added), b.last if b.down_bias else None)
+    require(
+        one.column is None or with_bias is None,
+        "the tokens are weighted before experts with a bias: one that was not chosen gets zeros and gives its bias",
+        with_bias,
+        "apply the routing weight to the experts' output",
+    )
+    biases = {source: _bias(b, read.product, added.get(source), "gate and up") for source, read in first.items()}
+    b.bind(biases=biases)
     b.bind(activation=activation, first=first, x=token_rows(one.tokens, b.tokens, one.product.node), column=one.column)
     for other in first.values():
         same = token_rows(other.tokens, b.tokens, other.product.node) is b.x and (
@@ -226,18 +246,18 @@ def activate(b: Bindings) -> None:
 
 def sum_experts(b: Bindings) -> None:
     """The experts' results are summed over E, weighted there when the tokens were not weighted before."""
-    step = combine.next_step(b.anchor, "the experts' rows")
+    step = combine.next_step(b.last, "the experts' rows")
     total = (sympy.Integer(b.experts), b.tokens, b.width)
     if is_op(step, "sum"):
         require(b.column is not None, "the experts' rows are summed without weights", step)
-        scores, summed, summand = _by_expert(b.column), step, b.anchor
+        scores, summed, summand = _by_expert(b.column), step, b.last
     else:
         require(b.column is None, f"the weighted experts' rows are consumed by {op_name(step)}, not summed", step)
         product = contraction(step)
         if product is not None:
             b.bind(scores=_einsum_scores(b, step), output=trailing_cast(step), weight_at="output")
             return
-        scores = _by_expert(combine.match_weigh(step, b.anchor))
+        scores = _by_expert(combine.match_weigh(step, b.last))
         summed, summand = combine.next_step(step, "the weighted rows"), step
     require(is_op(summed, "sum"), f"the experts' rows are consumed by {op_name(summed)}, not summed over E", summed)
     source = summed.args[0]
@@ -268,8 +288,8 @@ def _einsum_scores(b: Bindings, step: Node) -> Node:
     """The scores of einsum("eth,te->th", rows, scores), with any letters and in either order."""
     product = contraction(step)
     assert product is not None
-    left = strip_views_casts(product.left) is b.anchor
-    require(left or strip_views_casts(product.right) is b.anchor, "another value is summed", step)
+    left = strip_views_casts(product.left) is b.last
+    require(left or strip_views_casts(product.right) is b.last, "another value is summed", step)
     letters = product.left_letters if left else product.right_letters
     weight, own = (product.right, product.right_letters) if left else (product.left, product.left_letters)
     rows = product.left if left else product.right
@@ -419,6 +439,9 @@ def finish(b: Bindings) -> Match:
         gate=gate,
         up=up,
         down=(b.down.weight,),
+        gate_bias=b.biases[b.activation.gate.source],
+        up_bias=b.biases[b.activation.up.source] if up else (),
+        down_bias=b.down_bias,
         transposed=frozenset(transposed),
         output=b.output,
         anchor=b.anchor,

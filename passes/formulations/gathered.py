@@ -21,6 +21,7 @@ from moe_compiler.passes.formulations.base import (
     split_by_activation,
     trailing_cast,
 )
+from moe_compiler.passes.formulations.bias import behind_bias, gathered_bias, split_biases
 from moe_compiler.passes.formulations.contraction import Product, contraction, fed_by, match_product
 from moe_compiler.passes.formulations.pairs import match_ids, match_pair_rows, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
@@ -31,6 +32,7 @@ from moe_compiler.passes.formulations.walk import (
     matrix_behind,
     require,
     same_shape,
+    same_size,
     same_value,
     shape_of,
     strip_ids,
@@ -89,11 +91,11 @@ def _keeps_matrices(node: Node) -> bool:
 
 def _read_product(node: object) -> tuple[Product, Gather] | None:
     """`node` as rows times gathered weights, None when it is not."""
-    found = contraction(node)
+    found = contraction(node, biased=True)
     if found is None or (_gather(found.left) is None and _gather(found.right) is None):
         return None
     try:
-        product = match_product(found.node, lambda operand: _gather(operand) is not None, "expert")
+        product = match_product(found.node, lambda operand: _gather(operand) is not None, "expert", biased=True)
     except Miss:
         return None
     gather = _gather(product.weight)
@@ -109,11 +111,9 @@ def last_products(graph: Graph, *, pair_dims: int) -> list[Node]:
     products: set[Node] = set()
     for node in graph.nodes:
         read = _read_product(node)
-        # A product with a bias is refused, but seen, so that the reason can be told.
-        if read is not None or (is_op(node, "baddbmm") and any(_gather(n) is not None for n in node.args[1:3])):
-            products.add(node)
         if read is None:
             continue
+        products.add(node)
         product = read[0]
         if len(product.lead) == pair_dims and fed_by(product.rows, products):
             found.append(node)
@@ -134,7 +134,7 @@ def select(b: Bindings) -> None:
 
 def _product(b: Bindings, node: Node, what: str) -> tuple[Product, Gather]:
     """`node` as rows times weights gathered by the ids of this block."""
-    product = match_product(node, lambda operand: _gather(operand) is not None, what)
+    product = match_product(node, lambda operand: _gather(operand) is not None, what, biased=True)
     gather = _gather(product.weight)
     assert gather is not None
     require(
@@ -163,14 +163,37 @@ def down(b: Bindings) -> None:
         "the down projection does not read one row a pair",
         b.anchor,
     )
-    b.bind(down=product, down_gather=gather)
+    last, added = behind_bias(b.anchor, "down")
+    b.bind(down=product, down_gather=gather, last=last, down_bias=_bias(b, b.anchor, added, "down"))
+
+
+def _width(node: Node) -> sympy.Expr:
+    """The columns that a product with gathered weights makes."""
+    read = _read_product(node)
+    assert read is not None
+    product = read[0]
+    return shape_of(product.weight)[-1 if product.transposed else -2]
+
+
+def _bias(b: Bindings, product: Node, operand: Node | None, what: str) -> tuple[Node, ...]:
+    """The packed bias behind what is added to a product: gathered by the ids of this block."""
+    if operand is None:
+        return ()
+    packed, index = gathered_bias(operand, b.experts, _width(product), what)
+    same = same_value(strip_ids(index), strip_ids(b.index))
+    require(same, f"the {what} bias is gathered by other ids", operand)
+    pairs = same_size(elements_of(shape_of(operand)[:-1]), b.tokens * b.k)
+    require(pairs, f"the {what} bias is not gathered one a (token, expert) pair", operand)
+    return (packed,)
 
 
 def activate(b: Bindings) -> None:
     """Its rows are act(gate) * up, or act(gate), of products with weights gathered by the same ids."""
-    activation = match_activation(b.down.rows)
+    activation, added = split_biases(match_activation(b.down.rows, weighted=True))
     halves = [half.source for half in (activation.gate, activation.up) if half is not None]
     b.bind(activation=activation, first={source: _product(b, source, "gate and up") for source in halves})
+    biases = {source: _bias(b, source, added.get(source), "gate and up") for source in halves}
+    b.bind(first_biases=biases)
 
 
 def dispatch(b: Bindings) -> None:
@@ -194,12 +217,17 @@ def _tokens(b: Bindings, product: Product) -> Node:
 
 def combine_pairs(b: Bindings) -> None:
     """The pairs' rows are weighted and summed over the K of each token."""
-    norm = combine.row_norm(b.anchor)
+    norm = combine.row_norm(b.last) if b.activation.weight is None else None
     b.bind(per_pair=norm is not None)
     if norm is not None:
         _end_with_rows(b, norm)
         return
-    weight, product, output = combine.match_weighted_sum(b.anchor, b.tokens, b.k)
+    if b.activation.weight is not None:
+        combine.check_weighted_inside(b.activation.weight, b.down_bias)
+        weight, product = b.activation.weight, b.anchor
+        output = combine.match_sum_over_k(combine.next_step(b.anchor, "the experts' rows"), b.anchor, b.tokens, b.k)
+    else:
+        weight, product, output = combine.match_weighted_sum(b.last, b.tokens, b.k)
     b.bind(weights=match_weights(weight, b.ids, product), output=trailing_cast(output))
 
 
@@ -207,7 +235,7 @@ def _end_with_rows(b: Bindings, norm: Node) -> None:
     """The block ends with the pairs' rows, which are normalised before they are weighted."""
     pairs = (b.tokens * b.k, shape_of(b.x)[-1])
     rows = {matrix_behind(product.rows, pairs, view_or_cast) for product, _ in b.first.values()}
-    source, output = next(iter(rows)), combine.squeezed(b.anchor)
+    source, output = next(iter(rows)), combine.squeezed(b.last)
     made = (*pairs[:1], shape_of(output)[-1])
     require(
         len(rows) == 1 and source is not None and same_shape(shape_of(output), made),
@@ -235,6 +263,9 @@ def finish(b: Bindings, formulation: str) -> Match:
         gate=gate,
         up=up,
         down=(b.down_gather.packed,),
+        gate_bias=b.first_biases[b.activation.gate.source],
+        up_bias=b.first_biases[b.activation.up.source] if up else (),
+        down_bias=b.down_bias,
         transposed=frozenset(transposed),
         per_pair=b.per_pair,
         output=b.output,

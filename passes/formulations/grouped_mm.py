@@ -11,14 +11,12 @@ ids, and are looked through.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
 from moe_compiler.passes.formulations import combine
-from moe_compiler.passes.formulations.activation import Activation, match_activation
+from moe_compiler.passes.formulations.activation import match_activation
 from moe_compiler.passes.formulations.base import (
     Bindings,
     Example,
@@ -28,6 +26,7 @@ from moe_compiler.passes.formulations.base import (
     split_by_activation,
     trailing_cast,
 )
+from moe_compiler.passes.formulations.bias import behind_bias, gathered_bias, split_biases
 from moe_compiler.passes.formulations.pairs import in_range, match_choice, match_weights
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -93,8 +92,12 @@ def _check_masks(b: Bindings) -> None:
     )
 
 
+def _passes(node: Node) -> bool:
+    return view_or_cast(node) or _is_sentinel_mask(node)
+
+
 def _rows(node: Node) -> Node:
-    return strip(node, lambda n: view_or_cast(n) or _is_sentinel_mask(n))
+    return strip(node, _passes)
 
 
 def anchors(graph: Graph) -> list[Node]:
@@ -190,11 +193,23 @@ def _weight(b: Bindings, matmul: Node, what: str) -> Node:
     return weight
 
 
-def _unmasked(activation: Activation) -> Activation:
-    """The activation with its halves' sources seen through sentinel masks."""
-    gate = replace(activation.gate, source=_rows(activation.gate.source))
-    up = replace(activation.up, source=_rows(activation.up.source)) if activation.up is not None else None
-    return replace(activation, gate=gate, up=up)
+def _bias(b: Bindings, product: Node, operand: Node, what: str) -> tuple[Node, ...]:
+    """The packed bias behind what is added to a grouped matmul: gathered by the sorted ids."""
+    packed, index = gathered_bias(operand, b.experts, shape_of(product)[-1], what)
+    ids = strip_ids(index)
+    if is_op(ids, "clamp", "clamp_", "clip", "clip_", "clamp_max"):
+        # Rows of ids beyond the experts get the last expert's bias, unless they are set to zero behind it.
+        low, high = (arg(ids, "min") if not is_op(ids, "clamp_max") else None), arg(ids, "max")
+        require(high == b.experts - 1 and low in (None, 0), f"the ids of the {what} bias are clamped", ids)
+        ids = strip_ids(ids.args[0])
+        masked = any(_is_sentinel_mask(user) for adder in users_through(operand, view_or_cast) for user in adder.users)
+        require(
+            masked or in_range(b.ids, b.experts),
+            f"the {what} bias is added to rows of ids beyond the experts",
+            product,
+        )
+    require(item_of(ids, 0, "sort") is b.sort, f"the {what} bias is not gathered by the sorted ids", operand)
+    return (packed,)
 
 
 def down(b: Bindings) -> None:
@@ -203,7 +218,7 @@ def down(b: Bindings) -> None:
     errors: list[Miss] = []
     for candidate in candidates:
         try:
-            activation = _unmasked(match_activation(candidate.args[0]))
+            activation, biases = split_biases(match_activation(candidate.args[0], weighted=True), _is_grouped, _passes)
         except Miss as miss:
             errors.append(miss)
             continue
@@ -211,6 +226,9 @@ def down(b: Bindings) -> None:
         if all(_is_grouped(half.source) and half.source.args[0] is b.anchor.args[0] for half in halves):
             b.bind(second=candidate, activation=activation)
             _weight(b, candidate, "down")
+            b.bind(biases={product: _bias(b, product, operand, "gate and up") for product, operand in biases.items()})
+            last, added = behind_bias(candidate, "down", _is_grouped, _passes)
+            b.bind(last=last, down_bias=() if added is None else _bias(b, candidate, added, "down"))
             return
     if errors:
         raise errors[0]
@@ -230,12 +248,16 @@ def _weights_at_pairs(b: Bindings, node: Node) -> Node:
 
 
 def weigh(b: Bindings) -> None:
-    norm = combine.row_norm(b.second)
+    norm = combine.row_norm(b.last) if b.activation.weight is None else None
     b.bind(per_pair=norm is not None)
     if norm is not None:
         _end_with_rows(b, norm)
         return
-    step = _next(b.second)
+    if b.activation.weight is not None:
+        combine.check_weighted_inside(b.activation.weight, b.down_bias)
+        b.bind(weights=_weights_at_pairs(b, strip_views_casts(b.activation.weight)), home=False, weighted=b.second)
+        return
+    step = _next(b.last)
     if is_op(step, "index"):
         combine.match_inverse(step.args[1][0], b.perm)
         rows = step
@@ -243,7 +265,7 @@ def weigh(b: Bindings) -> None:
         weight = combine.match_weigh(step, rows)
         b.bind(weights=match_weights(weight, b.ids, step), home=True)
     else:
-        weight = combine.match_weigh(step, _behind(step, b.second))
+        weight = combine.match_weigh(step, _behind(step, b.last))
         b.bind(weights=_weights_at_pairs(b, strip_views_casts(weight)), home=False)
     b.bind(weighted=step)
 
@@ -257,7 +279,7 @@ def _end_with_rows(b: Bindings, norm: Node) -> None:
         norm,
         "sort the ids with torch.sort, and use both of its results",
     )
-    b.bind(x=b.rows, ids=sorted_ids, weights=None, output=b.second)
+    b.bind(x=b.rows, ids=sorted_ids, weights=None, output=b.last)
 
 
 def _behind(step: Node, rows: Node) -> Node:
@@ -270,7 +292,7 @@ def _behind(step: Node, rows: Node) -> Node:
 
 def _next(node: Node) -> Node:
     """The consumer of rows, seen through views, casts and sentinel masks."""
-    users = users_through(node, lambda n: view_or_cast(n) or _is_sentinel_mask(n))
+    users = users_through(node, _passes)
     require(len(users) == 1, f"the experts' rows are used {len(users)} times instead of once", node)
     return users[0]
 
@@ -322,6 +344,9 @@ def finish(b: Bindings) -> Match:
         gate=gate,
         up=up,
         down=(b.second.args[1],),
+        gate_bias=b.biases.get(b.activation.gate.source, ()),
+        up_bias=b.biases.get(b.activation.up.source, ()) if up else (),
+        down_bias=b.down_bias,
         transposed=frozenset({"gate", "up", "down"}),
         per_pair=b.per_pair,
         output=b.output,

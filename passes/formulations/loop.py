@@ -21,6 +21,7 @@ from moe_compiler.passes.formulations.base import (
     experts_spec,
     trailing_cast,
 )
+from moe_compiler.passes.formulations.bias import split_bias, split_biases
 from moe_compiler.passes.formulations.contraction import Product, match_product
 from moe_compiler.passes.formulations.matrices import collect as _collect
 from moe_compiler.passes.formulations.matrices import stored as _stored
@@ -75,6 +76,8 @@ class Pick:
     activation: Activation | None = None
     down: Product | None = None
     first: tuple[Product, ...] = ()
+    first_bias: tuple[Node | None, ...] = ()
+    down_bias: Node | None = None
 
 
 def reordered(node: Node, letters: str) -> str | None:
@@ -313,9 +316,13 @@ def compute(b: Bindings) -> None:
     kinds: dict[tuple[object, ...], int] = {}
     for pick in b.picks:
         assert pick.rows is not None
-        pick.down = _linear(strip_views_casts(pick.rows), f"down (expert {pick.expert})")
-        activation = pick.activation = match_activation(pick.down.rows)
+        what = f"down (expert {pick.expert})"
+        last, added = split_bias(pick.rows, what)
+        pick.down, pick.down_bias = _linear(last, what), _vector(added, what)
+        activation, biases = split_biases(match_activation(pick.down.rows))
+        pick.activation = activation
         halves = [half.source for half in (activation.gate, activation.up) if half is not None]
+        pick.first_bias = tuple(_vector(biases.get(source), f"gate and up (expert {pick.expert})") for source in halves)
         pick.first = tuple(_linear(source, f"gate and up (expert {pick.expert})") for source in halves)
         for product in pick.first:
             x, weight = _tokens(b, pick, product)
@@ -341,16 +348,32 @@ def _kind(pick: Pick) -> tuple[object, ...]:
     shapes = tuple(shape_of(_stored(p)[0]) for p in (*pick.first, pick.down))
     dtypes = tuple(dtype_of(product.node) for product in (*pick.first, pick.down))
     orientation = tuple(_stored(product)[1] for product in (*pick.first, pick.down))
-    return pick.activation.name, pick.activation.up is not None, packed, orientation, shapes, dtypes
+    biases = tuple(bias is not None for bias in (*pick.first_bias, pick.down_bias))
+    names = (pick.activation.name, pick.activation.packing, pick.activation.up is not None)
+    return *names, packed, orientation, shapes, dtypes, biases
 
 
 def _linear(node: Node, what: str) -> Product:
     """`node` as rows [n, in] times one expert's matrix."""
-    return match_product(node, lambda operand: _is_matrix(node, operand), what)
+    return match_product(node, lambda operand: _is_matrix(node, operand), what, biased=True)
 
 
 def _is_matrix(node: Node, operand: Node) -> bool:
-    return len(shape_of(operand)) == 2 and operand is (node.args[1][1] if is_op(node, "einsum") else node.args[1])
+    place = node.args[2 if is_op(node, "addmm") else 1]
+    return len(shape_of(operand)) == 2 and operand is (place[1] if is_op(node, "einsum") else place)  # type: ignore[index]
+
+
+def _vector(bias: Node | None, what: str) -> Node | None:
+    """The bias [out] behind what is added to an expert's rows."""
+    if bias is None:
+        return None
+    bias = strip_views_casts(bias)
+    require(
+        len(shape_of(bias)) == 1,
+        f"what is added to the {what} projection is not a bias of one row for all tokens",
+        bias,
+    )
+    return bias
 
 
 def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | None]:
@@ -396,6 +419,8 @@ def finish(b: Bindings, formulation: str) -> Match:
     if len({len(found) for found in (gate, up, downs) if found}) > 1:
         gate, downs = tuple(m for m, _ in first[0]), tuple(m for m, _ in down)
         up = tuple(m for m, _ in first[1]) if up else ()
+    biases = [*zip(*(pick.first_bias for pick in b.picks), strict=True), [pick.down_bias for pick in b.picks]]
+    collected = [() if column[0] is None else _collect(list(column)) for column in biases]  # type: ignore[arg-type]
     return Match(
         formulation=formulation,
         spec=experts_spec(b.activation, b.down.node, b.output, b.weight_at),
@@ -405,6 +430,9 @@ def finish(b: Bindings, formulation: str) -> Match:
         gate=gate,
         up=up,
         down=downs,
+        gate_bias=collected[0],
+        up_bias=collected[1] if up else (),
+        down_bias=collected[-1],
         transposed=frozenset(transposed),
         output=b.output,
         anchor=b.anchor,

@@ -7,7 +7,15 @@ from torch.fx import Node
 
 from moe_compiler.moe_ir import op_name
 from moe_compiler.passes.formulations.contraction import Product, match_product
-from moe_compiler.passes.formulations.walk import arg, is_op, item_of, shape_of, strip_casts, swaps_last_two
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    is_op,
+    item_of,
+    shape_of,
+    strip_casts,
+    strip_views,
+    swaps_last_two,
+)
 
 __all__ = ["collect", "plain_product", "stored"]
 
@@ -38,7 +46,12 @@ def _slice_of(node: Node) -> tuple[Node, int] | None:
     if op_name(node) == "getitem" and item_of(node, node.args[1], "unbind") is not None:
         unbind = node.args[0]
         return (unbind.args[0], node.args[1]) if arg(unbind, "dim") == 0 else None
-    return None
+    # One row of matrices off a chunk or a split: dbrx, whose weights are a view of [E * I, H].
+    row = strip_views(node)
+    parts = item_of(row, row.args[1], "chunk", "split") if op_name(row) == "getitem" else None
+    if parts is None or arg(parts, "dim") != 0 or shape_of(row)[:1] != (1,):
+        return None
+    return (parts.args[0], row.args[1]) if shape_of(row)[1:] == shape_of(node) else None
 
 
 def collect(matrices: list[Node]) -> tuple[Node, ...]:

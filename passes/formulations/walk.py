@@ -27,6 +27,7 @@ __all__ = [
     "item_of",
     "live_users",
     "matrix_behind",
+    "number",
     "only_user",
     "producer",
     "read_by",
@@ -280,6 +281,18 @@ def same_value(a: object, b: object, depth: int = 6) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(same_value(x, y, depth) for x, y in zip(a, b, strict=True))
     return type(a) is type(b) and a == b
+
+
+def number(value: object) -> float | None:
+    """A number, also one that Dynamo made symbolic (a float attribute of a module, under dynamic=True); else None.
+
+    Asking for the value of a symbolic one makes it a guard: with another value the code is compiled again.
+    """
+    if isinstance(value, Node):
+        value = value.meta.get("val")
+        if not isinstance(value, torch.SymFloat) or not value.node.has_hint():
+            return None
+    return None if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)) else float(value)
 
 
 def producer(node: object, reason: str) -> Node:

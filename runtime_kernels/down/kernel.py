@@ -15,6 +15,7 @@ import triton.language as tl
 
 from moe_compiler.runtime_kernels.device import (
     accumulate,
+    bias_row,
     expert_matrix,
     expert_tile,
     tile_of_program,
@@ -31,6 +32,7 @@ def scatter_product_tile(
     perm,
     first_part,
     second_part,
+    bias,
     pairs,
     expert,
     first,
@@ -46,6 +48,9 @@ def scatter_product_tile(
     FIRST_N: tl.constexpr,
     SECOND_K: tl.constexpr,
     SECOND_N: tl.constexpr,
+    BIAS_E: tl.constexpr,
+    BIAS_N: tl.constexpr,
+    BIAS_TABLE: tl.constexpr,
     TABLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -87,7 +92,10 @@ def scatter_product_tile(
     trigger(PDL)
     n = column + tl.arange(0, BN)
     at = pair.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(pairs + at, upright(acc, SWAP).to(DTYPE), mask=ok[:, None] & (n < N)[None, :])
+    product = upright(acc, SWAP)
+    if bias is not None:
+        product += bias_row(bias, safe, n, (n < N) & (expert < E), BIAS_E, BIAS_N, BIAS_TABLE, DTYPE)[None, :]
+    tl.store(pairs + at, product.to(DTYPE), mask=ok[:, None] & (n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["S", "slots"])
@@ -97,6 +105,7 @@ def scatter_product_kernel(
     starts,
     first_part,
     second_part,
+    bias,
     pairs,
     S,
     slots,
@@ -111,6 +120,9 @@ def scatter_product_kernel(
     FIRST_N: tl.constexpr,
     SECOND_K: tl.constexpr,
     SECOND_N: tl.constexpr,
+    BIAS_E: tl.constexpr,
+    BIAS_N: tl.constexpr,
+    BIAS_TABLE: tl.constexpr,
     TABLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -126,7 +138,8 @@ def scatter_product_kernel(
 ):
     """pairs[perm[r]] = left[r, 0:K] @ first_e (+ left[r, K:2K] @ second_e when PARTS == 2), for row r of expert e.
 
-    The matrices are seen as [K, N]; `second_part` is None when PARTS == 1. BOX and HALVES as in `gate_up_kernel`.
+    bias, where it is not None, is added to the rows of its expert. The matrices are seen as [K, N]; `second_part` is
+    None when PARTS == 1. BOX and HALVES as in `gate_up_kernel`.
     """
     wait(PDL)
     WIDTH: tl.constexpr = (N + BN - 1) // BN
@@ -134,17 +147,17 @@ def scatter_product_kernel(
     expert, first, end = expert_tile(starts, slot, S, E, E_POW2, BM)
     if end - first > (BM // 2 if HALVES else 0):
         scatter_product_tile(
-            left, perm, first_part, second_part, pairs, expert, first, end, column * BN,
-            E, K, N, PARTS, FIRST_E, SECOND_E, FIRST_K, FIRST_N, SECOND_K, SECOND_N, TABLE, ALIGNED, WIDE, BOX,
-            PRECISION, BM, BN, BK, SWAP, PDL,
+            left, perm, first_part, second_part, bias, pairs, expert, first, end, column * BN,
+            E, K, N, PARTS, FIRST_E, SECOND_E, FIRST_K, FIRST_N, SECOND_K, SECOND_N, BIAS_E, BIAS_N, BIAS_TABLE,
+            TABLE, ALIGNED, WIDE, BOX, PRECISION, BM, BN, BK, SWAP, PDL,
         )  # fmt: skip
     else:
         if HALVES:
             if first < end:
                 scatter_product_tile(
-                    left, perm, first_part, second_part, pairs, expert, first, end, column * BN,
-                    E, K, N, PARTS, FIRST_E, SECOND_E, FIRST_K, FIRST_N, SECOND_K, SECOND_N, TABLE, ALIGNED, WIDE, BOX,
-                    PRECISION, BM // 2, BN, BK, SWAP, PDL,
+                    left, perm, first_part, second_part, bias, pairs, expert, first, end, column * BN,
+                    E, K, N, PARTS, FIRST_E, SECOND_E, FIRST_K, FIRST_N, SECOND_K, SECOND_N, BIAS_E, BIAS_N, BIAS_TABLE,
+                    TABLE, ALIGNED, WIDE, BOX, PRECISION, BM // 2, BN, BK, SWAP, PDL,
                 )  # fmt: skip
 
 
@@ -203,6 +216,7 @@ def down_few_kernel(
     ids,
     weights,
     down,
+    bias,
     y,
     ID_T: tl.constexpr,
     ID_K: tl.constexpr,
@@ -213,6 +227,9 @@ def down_few_kernel(
     DOWN_E: tl.constexpr,
     DOWN_H: tl.constexpr,
     DOWN_I: tl.constexpr,
+    BIAS_E: tl.constexpr,
+    BIAS_H: tl.constexpr,
+    BIAS_TABLE: tl.constexpr,
     TABLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -221,7 +238,7 @@ def down_few_kernel(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t] = sum_j weights[t,j] * (down_e @ act[t*K + j]), e = ids[t,j]; ids out of range contribute nothing."""
+    """y[t] = sum_j weights[t,j] * (down_e @ act[t*K + j] + bias_e), e = ids[t,j]; ids out of range give nothing."""
     wait(PDL)
     WIDTH: tl.constexpr = (H + BN - 1) // BN
     token = tl.program_id(0) // WIDTH
@@ -242,5 +259,14 @@ def down_few_kernel(
                 DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BN, BK, DTYPE,
             )  # fmt: skip
     trigger(PDL)
+    total = tl.sum(acc, 1)
+    if bias is not None:
+        for j in tl.static_range(K):
+            expert = tl.load(ids + token.to(tl.int64) * ID_T + j * ID_K)
+            valid = (expert >= 0) & (expert < E)
+            row = bias_row(bias, tl.where(valid, expert, 0), n, (n < H) & valid, BIAS_E, BIAS_H, BIAS_TABLE, DTYPE)
+            if weights is not None:
+                row *= tl.load(weights + token.to(tl.int64) * K + j, mask=valid, other=0.0).to(tl.float32)
+            total += row
     out = y + token.to(tl.int64) * H + n
-    tl.store(out, tl.sum(acc, 1).to(y.dtype.element_ty), mask=n < H)
+    tl.store(out, total.to(y.dtype.element_ty), mask=n < H)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from moe_compiler.runtime_kernels.down.kernel import down_few_kernel, scatter_product_kernel
 from moe_compiler.runtime_kernels.launching import (
+    NO_BIAS,
     Matrix,
     Tile,
+    Vector,
     box,
     capability,
     matrix,
@@ -19,6 +21,7 @@ from moe_compiler.runtime_kernels.launching import (
     precision,
     slots,
     start,
+    vector,
 )
 
 
@@ -46,8 +49,11 @@ def scatter_product(
     inner: bool,
     tile: Tile,
     pdl: bool,
+    bias: Vector = NO_BIAS,
 ) -> None:
     """pairs[perm[r]] = sum over the parts of left[r, part] @ matrix_e, in which left's columns run over `in` or `out`.
+
+    Plus bias_e, where there is one.
 
     pairs [S,N], left [S, parts * K]; the matrices are [N, K] when `inner` (columns of left run over in), else [K, N].
     """
@@ -82,6 +88,9 @@ def scatter_product(
         "FIRST_N": strides[0][1],
         "SECOND_K": strides[1][0],
         "SECOND_N": strides[1][1],
+        "BIAS_E": bias.stride,
+        "BIAS_N": bias.step,
+        "BIAS_TABLE": bias.table,
         "TABLE": first.table,
         "ALIGNED": first.aligned and second.aligned,
         "WIDE": first.wide or second.wide,
@@ -97,7 +106,7 @@ def scatter_product(
     start(
         scatter_product_kernel,
         tiles * -(-columns // tile.cols),
-        (left, perm, starts, matrices[0], second_part, pairs),
+        (left, perm, starts, matrices[0], second_part, bias.operand, pairs),
         (rows, tiles),
         constants,
         pdl=pdl,
@@ -114,7 +123,8 @@ def down(
     pairs, starts = outs["pairs"], ins["starts"]
     tile = tile or choose_tile(pairs.dtype, -(-pairs.shape[0] // (starts.shape[0] - 1)), pairs.device)
     parts = [(ins["down"], matrix(ins["down"], "down"))]
-    scatter_product(pairs, ins["act"], ins["perm"], starts, parts, True, tile, pdl)
+    bias = vector(ins.get("down_bias"), "down_bias")
+    scatter_product(pairs, ins["act"], ins["perm"], starts, parts, True, tile, pdl, bias)
 
 
 def down_few(
@@ -125,7 +135,7 @@ def down_few(
     In the tile, cols counts columns of H, depth the part of I that a program takes at once.
     """
     y, act, ids, weights = outs["y"], ins["act"], ins["ids"], ins["weights"]
-    down = matrix(ins["down"], "down")
+    down, bias = matrix(ins["down"], "down"), vector(ins.get("down_bias"), "down_bias")
     tokens, hidden = y.shape
     size = act.shape[1]
     if tile is None:
@@ -143,6 +153,9 @@ def down_few(
         "DOWN_E": down.stride,
         "DOWN_H": down.out,
         "DOWN_I": down.inner,
+        "BIAS_E": bias.stride,
+        "BIAS_H": bias.step,
+        "BIAS_TABLE": bias.table,
         "TABLE": down.table,
         "ALIGNED": down.aligned,
         "WIDE": down.wide,
@@ -150,7 +163,7 @@ def down_few(
         "BK": tile.depth,
         "AHEAD": tile.stages if tile.stages > 1 else 0,
     }
-    operands = (act, ids, None if weights is None else weights.contiguous(), down.operand, y)
+    operands = (act, ids, None if weights is None else weights.contiguous(), down.operand, bias.operand, y)
     start(
         down_few_kernel, tokens * -(-hidden // tile.cols), operands, (), constants, pdl=pdl, warps=tile.warps, stages=1
     )

@@ -8,8 +8,8 @@ from moe_compiler.runtime_kernels.stage import define_stage
 from moe_compiler.runtime_kernels.weights import out_size
 
 
-def _allocate(act: Tensor, perm: Tensor, starts: Tensor, down: list[Tensor]) -> Tensor:
+def _allocate(act: Tensor, perm: Tensor, starts: Tensor, down: list[Tensor], down_bias: list[Tensor]) -> Tensor:
     return act.new_empty((perm.shape[0], out_size(down)))
 
 
-define_stage("down(Tensor act, Tensor perm, Tensor starts, Tensor[] down) -> Tensor", _allocate)
+define_stage("down(Tensor act, Tensor perm, Tensor starts, Tensor[] down, Tensor[] down_bias) -> Tensor", _allocate)

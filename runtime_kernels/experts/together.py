@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.activations import activate, activate_backward, activate_parts, wide
+from moe_compiler.runtime_kernels.biases import Biases
+from moe_compiler.runtime_kernels.experts.in_turns import in_turns
 from moe_compiler.runtime_kernels.experts.rows import SortedRows
+from moe_compiler.runtime_kernels.grad_biases.reference import BiasGradients
 from moe_compiler.runtime_kernels.grad_pairs.reference import matmul_grad_rows
 from moe_compiler.runtime_kernels.grad_weights.reference import WeightGradients
 from moe_compiler.runtime_kernels.matmul import matmul_experts, matmul_gradients
@@ -34,6 +37,7 @@ def forward(
     gates: ExpertWeights,
     ups: ExpertWeights | None,
     downs: ExpertWeights,
+    added: Biases,
     starts: Tensor,
     spans: Spans,
     activation: str,
@@ -43,10 +47,16 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """y [T,H] in dtype, and the pre-activation [S,N] if it is to be saved."""
     inputs = rows.inputs()
-    gate = matmul_experts(inputs, gates, starts, spans, transposed=True)
-    up = None if ups is None else matmul_experts(inputs, ups, starts, spans, transposed=True)
+    both = in_turns(gates, ups, added)
+    up: Tensor | None = None
+    if both is not None:
+        gate, up = both.halves(matmul_experts(inputs, both.weights, starts, spans, transposed=True, bias=both.bias))
+    else:
+        gate = matmul_experts(inputs, gates, starts, spans, transposed=True, bias=added.gate)
+        if ups is not None:
+            up = matmul_experts(inputs, ups, starts, spans, transposed=True, bias=added.up)
     act = activate(gate, activation, gated) if up is None else activate_parts(gate, up, activation)
-    out = matmul_experts(act, downs, starts, spans, transposed=True)
+    out = matmul_experts(act, downs, starts, spans, transposed=True, bias=added.down)
     y = rows.sums(out, spans[-1][2], dtype, weighted=not rows.weight_at_input)
     if not save:
         return y, None
@@ -59,15 +69,16 @@ def backward(
     gates: ExpertWeights,
     ups: ExpertWeights | None,
     downs: ExpertWeights,
+    added: Biases,
     preact: Tensor,
     starts: Tensor,
     spans: Spans,
     activation: str,
     gated: bool,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """The results of `experts_loop_backward`; grad_y [T,H] is in the dtype of x."""
-    need_x, need_weights, need_gate, need_up, need_down = needs
+    need_x, need_weights, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = needs
     known, dtype = spans[-1][2], rows.x.dtype
     compute = wide(dtype)
     at_input = rows.weight_at_input
@@ -79,6 +90,19 @@ def backward(
     grad_weights = grad_y.new_zeros(rows.weights.numel() if need_weights else 0, dtype=compute)
     if need_weights and not at_input:
         grad_weights[rows.pairs[:known]] = (act * grad_act).sum(1)[:known]
+        if added.down is not None:
+            for expert, begin, end in spans:
+                bias = added.down.vector(expert).to(compute)
+                grad_weights[rows.pairs[begin:end]] += grad_out[begin:end].to(compute) @ bias
+    grad_biases = BiasGradients(
+        added.gate if need_gate_bias else None,
+        added.up if need_up_bias else None,
+        added.down if need_down_bias else None,
+    )
+    if grad_biases.wanted:
+        for expert, begin, end in spans:
+            scale = None if at_input else rows.scale[begin:end]
+            grad_biases.add(expert, grad_hidden[begin:end], grad_out[begin:end], scale)
     grad_gate: list[Tensor] = []
     grad_up: list[Tensor] = []
     grad_down: list[Tensor] = []
@@ -92,7 +116,11 @@ def backward(
         if need_up and ups is not None:
             grad_up = _grad_matrices(ups, grad_hidden[:, gates.out :], inputs, starts, spans)
     if need_x or (need_weights and at_input):
-        grad_rows = _grad_rows(grad_hidden, gates, ups, starts, spans)
+        both = in_turns(gates, ups, added)
+        if both is None:
+            grad_rows = _grad_rows(grad_hidden, gates, ups, starts, spans)
+        else:
+            grad_rows = matmul_experts(both.joined(grad_hidden), both.weights, starts, spans)
         if need_weights and at_input:
             source = rows.x.index_select(0, rows.tokens)
             grad_weights[rows.pairs[:known]] = (source * grad_rows.to(compute)).sum(1)[:known]
@@ -104,6 +132,9 @@ def backward(
         grad_gate,
         grad_up,
         grad_down,
+        grad_biases.gate,
+        grad_biases.up,
+        grad_biases.down,
     )
 
 

@@ -15,11 +15,13 @@ import triton.language as tl
 
 from moe_compiler.runtime_kernels.device import (
     activation,
+    bias_row,
     expert_matrix,
     expert_tile,
     load_matrix,
     load_rows,
     multiply,
+    shifted,
     tile_of_program,
     trigger,
     upright,
@@ -35,6 +37,8 @@ def gate_up_tile(
     perm,
     gate,
     up,
+    gate_bias,
+    up_bias,
     act,
     preact,
     expert,
@@ -53,6 +57,12 @@ def gate_up_tile(
     UP_I: tl.constexpr,
     UP_H: tl.constexpr,
     UP_SHIFT: tl.constexpr,
+    GATE_BIAS_E: tl.constexpr,
+    GATE_BIAS_I: tl.constexpr,
+    GATE_BIAS_TABLE: tl.constexpr,
+    UP_BIAS_E: tl.constexpr,
+    UP_BIAS_I: tl.constexpr,
+    UP_BIAS_TABLE: tl.constexpr,
     TABLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -60,6 +70,9 @@ def gate_up_tile(
     JOINED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -113,13 +126,24 @@ def gate_up_tile(
     if weights is not None:
         scale = tl.load(weights + pair, mask=ok, other=0.0).to(tl.float32)
         gates *= scale[:, None]
-    value = activation(gates, ACTIVATION)
     n = column + tl.arange(0, BN)
     keep = ok[:, None] & (n < INTER)[None, :]
+    if gate_bias is not None:
+        gates += bias_row(gate_bias, safe, n, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
+    value = activation(gates, ACTIVATION, ALPHA, LIMIT)
     if GATED:
         if weights is not None:
             ups *= scale[:, None]
-        value *= ups
+        # The bias of packed weights is packed as they are.
+        if up_bias is not None:
+            ups += bias_row(up_bias, safe, n, n < INTER, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)[None, :]
+        if UP_SHIFT > 0:
+            if gate_bias is not None:
+                at = n + UP_SHIFT
+                ups += bias_row(gate_bias, safe, at, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[
+                    None, :
+                ]
+        value *= shifted(ups, LIMIT, SHIFT)
     tl.store(act + r.to(tl.int64)[:, None] * INTER + n[None, :], value.to(DTYPE), mask=keep)
     if preact is not None:
         N: tl.constexpr = 2 * INTER if GATED else INTER
@@ -137,6 +161,8 @@ def gate_up_kernel(
     starts,
     gate,
     up,
+    gate_bias,
+    up_bias,
     act,
     preact,
     S,
@@ -154,6 +180,12 @@ def gate_up_kernel(
     UP_I: tl.constexpr,
     UP_H: tl.constexpr,
     UP_SHIFT: tl.constexpr,
+    GATE_BIAS_E: tl.constexpr,
+    GATE_BIAS_I: tl.constexpr,
+    GATE_BIAS_TABLE: tl.constexpr,
+    UP_BIAS_E: tl.constexpr,
+    UP_BIAS_I: tl.constexpr,
+    UP_BIAS_TABLE: tl.constexpr,
     TABLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -161,6 +193,9 @@ def gate_up_kernel(
     JOINED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -171,6 +206,8 @@ def gate_up_kernel(
     PDL: tl.constexpr,
 ):
     """act[r] = f(gate_e x_t) * (up_e x_t); preact[r] = [gate_e x_t, up_e x_t] unless None. [x_t times its weight.]
+
+    Biases are added to what the matrices make, where they are not None.
 
     up        None where gate and up are one matrix: its rows of up lie UP_SHIFT below those of gate BOX       rows an
     expert of the tensor descriptors `gate` and `up`, or 0: `gate` and `up` are pointers JOINED    `gate` is a
@@ -184,17 +221,20 @@ def gate_up_kernel(
     expert, first, end = expert_tile(starts, slot, S, E, E_POW2, BM)
     if end - first > (BM // 2 if HALVES else 0):
         gate_up_tile(
-            x, weights, perm, gate, up, act, preact, expert, first, end, column * BN,
-            X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE, BOX,
-            JOINED, GATED, ACTIVATION, PRECISION, BM, BN, BK, SWAP, PDL,
+            x, weights, perm, gate, up, gate_bias, up_bias, act, preact, expert, first, end, column * BN,
+            X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT,
+            GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE,
+            TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION, BM, BN, BK, SWAP, PDL,
         )  # fmt: skip
     else:
         if HALVES:
             if first < end:
                 gate_up_tile(
-                    x, weights, perm, gate, up, act, preact, expert, first, end, column * BN,
-                    X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT, TABLE, ALIGNED, WIDE,
-                    BOX, JOINED, GATED, ACTIVATION, PRECISION, BM // 2, BN, BK, SWAP, PDL,
+                    x, weights, perm, gate, up, gate_bias, up_bias, act, preact, expert, first, end, column * BN,
+                    X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT,
+                    GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE,
+                    TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION,
+                    BM // 2, BN, BK, SWAP, PDL,
                 )  # fmt: skip
 
 
@@ -235,6 +275,8 @@ def gate_up_few_kernel(
     ids,
     gate,
     up,
+    gate_bias,
+    up_bias,
     act,
     X_ROW: tl.constexpr,
     ID_T: tl.constexpr,
@@ -250,11 +292,20 @@ def gate_up_few_kernel(
     UP_I: tl.constexpr,
     UP_H: tl.constexpr,
     UP_SHIFT: tl.constexpr,
+    GATE_BIAS_E: tl.constexpr,
+    GATE_BIAS_I: tl.constexpr,
+    GATE_BIAS_TABLE: tl.constexpr,
+    UP_BIAS_E: tl.constexpr,
+    UP_BIAS_I: tl.constexpr,
+    UP_BIAS_TABLE: tl.constexpr,
     TABLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -296,12 +347,22 @@ def gate_up_few_kernel(
         if weights is not None:
             scale = tl.load(weights + pair).to(tl.float32)
             total *= scale
-        value = activation(total, ACTIVATION)
+        if gate_bias is not None:
+            total += bias_row(gate_bias, expert, n, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)
+        value = activation(total, ACTIVATION, ALPHA, LIMIT)
         if GATED:
             total_up = tl.sum(ups, 1)
             if weights is not None:
                 total_up *= scale
-            value *= total_up
+            if up_bias is not None:
+                total_up += bias_row(up_bias, expert, n, n < INTER, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)
+            if UP_SHIFT > 0:
+                if gate_bias is not None:
+                    at = n + UP_SHIFT
+                    total_up += bias_row(
+                        gate_bias, expert, at, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE
+                    )
+            value *= shifted(total_up, LIMIT, SHIFT)
         tl.store(out, value.to(DTYPE), mask=n < INTER)
     else:
         tl.store(out, tl.zeros((BN,), DTYPE), mask=n < INTER)

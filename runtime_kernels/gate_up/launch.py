@@ -11,6 +11,7 @@ from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_few_kernel, gate
 from moe_compiler.runtime_kernels.launching import (
     Matrix,
     Tile,
+    activation_constants,
     box,
     capability,
     matrix,
@@ -19,6 +20,7 @@ from moe_compiler.runtime_kernels.launching import (
     row_major,
     slots,
     start,
+    vector,
 )
 
 
@@ -78,6 +80,7 @@ def gate_up(
             strides = [size * gate.out, gate.out, 1]
             gate_operand = TensorDescriptor(gate_list[0], stored, strides, [2, tile.cols, tile.depth])
     weights = ins["weights"]
+    gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
     tiles = slots(pairs, experts, tile.rows)
     constants = {
         "X_ROW": x.stride(0),
@@ -93,13 +96,19 @@ def gate_up(
         "UP_I": up.out,
         "UP_H": up.inner,
         "UP_SHIFT": shift,
+        "GATE_BIAS_E": gate_bias.stride,
+        "GATE_BIAS_I": gate_bias.step,
+        "GATE_BIAS_TABLE": gate_bias.table,
+        "UP_BIAS_E": up_bias.stride,
+        "UP_BIAS_I": up_bias.step,
+        "UP_BIAS_TABLE": up_bias.table,
         "TABLE": gate.table,
         "ALIGNED": gate.aligned and up.aligned,
         "WIDE": gate.wide or up.wide,
         "BOX": box_rows,
         "JOINED": joined,
         "GATED": gated,
-        "ACTIVATION": attrs["activation"],
+        **activation_constants(attrs["activation"]),
         "PRECISION": precision(act.dtype),
         "BM": tile.rows,
         "BN": tile.cols,
@@ -115,6 +124,8 @@ def gate_up(
         ins["starts"],
         gate_operand,
         up_operand,
+        gate_bias.operand,
+        up_bias.operand,
         act,
         preact,
     )
@@ -143,6 +154,7 @@ def gate_up_few(
     x, ids, weights = row_major(ins["x"]), ins["ids"], ins["weights"]
     gated = attrs["gated"]
     gate, up, shift = split_up(ins["gate"], ins["up"], gated)
+    gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
     pairs, size = act.shape
     hidden = x.shape[1]
     if tile is None:
@@ -164,11 +176,17 @@ def gate_up_few(
         "UP_I": up.out,
         "UP_H": up.inner,
         "UP_SHIFT": shift,
+        "GATE_BIAS_E": gate_bias.stride,
+        "GATE_BIAS_I": gate_bias.step,
+        "GATE_BIAS_TABLE": gate_bias.table,
+        "UP_BIAS_E": up_bias.stride,
+        "UP_BIAS_I": up_bias.step,
+        "UP_BIAS_TABLE": up_bias.table,
         "TABLE": gate.table,
         "ALIGNED": gate.aligned and up.aligned,
         "WIDE": gate.wide or up.wide,
         "GATED": gated,
-        "ACTIVATION": attrs["activation"],
+        **activation_constants(attrs["activation"]),
         "BN": tile.cols,
         "BK": tile.depth,
         "AHEAD": tile.stages if tile.stages > 1 else 0,
@@ -179,6 +197,8 @@ def gate_up_few(
         ids,
         gate.operand,
         up.operand if ins["up"] else None,
+        gate_bias.operand,
+        up_bias.operand,
         act,
     )
     programs = pairs * -(-size // tile.cols)

@@ -15,6 +15,8 @@ def _allocate(
     starts: Tensor,
     gate: list[Tensor],
     up: list[Tensor],
+    gate_bias: list[Tensor],
+    up_bias: list[Tensor],
     k: int,
     activation: str,
     gated: bool,
@@ -26,7 +28,8 @@ def _allocate(
 
 
 define_stage(
-    "gate_up(Tensor x, Tensor? weights, Tensor perm, Tensor starts, Tensor[] gate, Tensor[] up, int k, "
-    "str activation, bool gated, bool save) -> (Tensor act, Tensor preact)",
+    "gate_up(Tensor x, Tensor? weights, Tensor perm, Tensor starts, Tensor[] gate, Tensor[] up, "
+    "Tensor[] gate_bias, Tensor[] up_bias, int k, str activation, bool gated, bool save) "
+    "-> (Tensor act, Tensor preact)",
     _allocate,
 )

@@ -4,7 +4,7 @@ A program owns BM sorted rows of one expert and BN columns of the intermediate s
 the rows of grad_y gathered in the load. The epilogue reads the saved pre-activation, computes the activation again,
 and writes its gradient, the weighted activation for the weight gradient of down, and its part of the row sum that is
 the gradient of the routing weight. The parts are summed in order by a second, small kernel, so the result is the same
-every run.
+every run. A bias of the down projection has a part of its own in that sum, from `bias_scores_kernel`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import triton.language as tl
 from moe_compiler.runtime_kernels.device import (
     accumulate,
     activation_slope,
+    bias_row,
     expert_matrix,
     expert_tile,
+    shifted,
     tile_of_program,
     trigger,
     upright,
@@ -40,6 +42,9 @@ def finish_piece(
     BN: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     SUM: tl.constexpr,
 ):
     """Store what belongs to the columns from n0 of the rows r, from their dA'; the row sums of A * dA' when SUM."""
@@ -50,10 +55,11 @@ def finish_piece(
     keep = ok[:, None] & columns
     at = r.to(tl.int64)[:, None] * N + n[None, :]
     gate = tl.load(preact + at, mask=known[:, None] & columns, other=0.0).to(tl.float32)
-    value, slope = activation_slope(gate, ACTIVATION)
+    value, slope = activation_slope(gate, ACTIVATION, ALPHA, LIMIT)
     if GATED:
         up = tl.load(preact + INTER + at, mask=known[:, None] & columns, other=0.0).to(tl.float32)
-        total = value * up
+        other = shifted(up, LIMIT, SHIFT)
+        total = value * other
     else:
         total = value
     if SUM:
@@ -66,8 +72,11 @@ def finish_piece(
     if act is not None:
         tl.store(act + r.to(tl.int64)[:, None] * INTER + n[None, :], total.to(DTYPE), mask=keep)
     if GATED:
-        tl.store(grad_preact + at, (grad * up * slope).to(DTYPE), mask=keep)
-        tl.store(grad_preact + INTER + at, (grad * value).to(DTYPE), mask=keep)
+        tl.store(grad_preact + at, (grad * other * slope).to(DTYPE), mask=keep)
+        grad_up = grad * value
+        if LIMIT > 0:
+            grad_up = tl.where((up <= LIMIT) & (up >= -LIMIT), grad_up, 0.0)
+        tl.store(grad_preact + INTER + at, grad_up.to(DTYPE), mask=keep)
     else:
         tl.store(grad_preact + at, (grad * slope).to(DTYPE), mask=keep)
     return part
@@ -89,24 +98,28 @@ def finish(
     BN: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     SUM: tl.constexpr,
     PIECES: tl.constexpr,
 ):
     """`finish_piece` on PIECES groups of columns, one after the other: a whole tile does not fit the registers."""
     if PIECES == 1:
         part = finish_piece(
-            grad, r, n0, ok, known, scale, preact, grad_preact, act, INTER, BN, GATED, ACTIVATION, SUM
+            grad, r, n0, ok, known, scale, preact, grad_preact, act,
+            INTER, BN, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM,
         )  # fmt: skip
     else:
         HALF: tl.constexpr = BN // 2
         left, right = tl.split(tl.permute(tl.reshape(grad, (BM, 2, HALF)), (0, 2, 1)))
         part = finish(
             left, r, n0, ok, known, scale, preact, grad_preact, act,
-            INTER, BM, HALF, GATED, ACTIVATION, SUM, PIECES // 2,
+            INTER, BM, HALF, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM, PIECES // 2,
         )  # fmt: skip
         part += finish(
             right, r, n0 + HALF, ok, known, scale, preact, grad_preact, act,
-            INTER, BM, HALF, GATED, ACTIVATION, SUM, PIECES // 2,
+            INTER, BM, HALF, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM, PIECES // 2,
         )  # fmt: skip
     return part
 
@@ -140,6 +153,9 @@ def grad_act_tile(
     BOX: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -176,7 +192,7 @@ def grad_act_tile(
     known = ok & (expert < E)
     part = finish(
         upright(grad, SWAP), r, n0, ok, known, scale, preact, grad_preact, act,
-        INTER, BM, BN, GATED, ACTIVATION, sums is not None, PIECES,
+        INTER, BM, BN, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, sums is not None, PIECES,
     )  # fmt: skip
     if sums is not None:
         tl.store(sums + column.to(tl.int64) * S + pair, part, mask=ok)
@@ -210,6 +226,9 @@ def grad_act_kernel(
     BOX: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -231,17 +250,54 @@ def grad_act_kernel(
     if end - first > (BM // 2 if HALVES else 0):
         grad_act_tile(
             grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
-            Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
-            BM, BN, BK, SWAP, PIECES, PDL,
+            Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION,
+            ALPHA, LIMIT, SHIFT, PRECISION, BM, BN, BK, SWAP, PIECES, PDL,
         )  # fmt: skip
     else:
         if HALVES:
             if first < end:
                 grad_act_tile(
                     grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S, Y_ROW,
-                    K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION, PRECISION,
-                    BM // 2, BN, BK, SWAP, PIECES, PDL,
+                    K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION,
+                    ALPHA, LIMIT, SHIFT, PRECISION, BM // 2, BN, BK, SWAP, PIECES, PDL,
                 )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["S"])
+def bias_scores_kernel(
+    grad_y,
+    perm,
+    starts,
+    bias,
+    sums,
+    S,
+    PART: tl.constexpr,
+    Y_ROW: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    E_POW2: tl.constexpr,
+    H: tl.constexpr,
+    BIAS_E: tl.constexpr,
+    BIAS_H: tl.constexpr,
+    BIAS_TABLE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """sums[PART, perm[r]] = <grad_y[perm[r] // K], bias_e> for the row r of a program and its expert e, else 0."""
+    wait(PDL)
+    r = tl.program_id(0)
+    expert, _, _ = expert_tile(starts, r, S, E, E_POW2, 1)
+    pair = tl.load(perm + r)
+    row = grad_y + (pair // K).to(tl.int64) * Y_ROW
+    acc = tl.zeros((BH,), tl.float32)
+    for h0 in range(0, H, BH):
+        h = h0 + tl.arange(0, BH)
+        keep = (h < H) & (expert < E)
+        added = bias_row(bias, tl.minimum(expert, E - 1), h, keep, BIAS_E, BIAS_H, BIAS_TABLE, DTYPE)
+        acc += tl.load(row + h, mask=keep, other=0.0).to(DTYPE).to(tl.float32) * added
+    trigger(PDL)
+    tl.store(sums + PART * S.to(tl.int64) + pair, tl.sum(acc, 0))
 
 
 @triton.jit(do_not_specialize=["S"])

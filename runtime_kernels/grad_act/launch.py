@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from moe_compiler.runtime_kernels.grad_act.kernel import grad_act_kernel, sum_parts_kernel
+from moe_compiler.runtime_kernels.grad_act.kernel import bias_scores_kernel, grad_act_kernel, sum_parts_kernel
 from moe_compiler.runtime_kernels.launching import (
+    NO_BIAS,
     Tile,
+    activation_constants,
     box,
     capability,
     matrix,
@@ -18,6 +20,8 @@ from moe_compiler.runtime_kernels.launching import (
     scratch,
     slots,
     start,
+    triton_dtype,
+    vector,
 )
 
 
@@ -41,7 +45,8 @@ def grad_act(
 ) -> None:
     """grad_preact [S,N] and, where given, act [S,I] and grad_weights [T,k] fp32, from grad_y [T,H] of any float dtype.
 
-    grad_weights takes a second small launch when the intermediate size spans several column tiles.
+    grad_weights takes a second small launch when the intermediate size spans several column tiles, and a third one
+    with down_bias.
     """
     grad_preact, act, grad_weights = outs["grad_preact"], outs.get("act"), outs.get("grad_weights")
     weights, starts = ins["weights"], ins["starts"]
@@ -54,9 +59,11 @@ def grad_act(
     experts, hidden = starts.shape[0] - 1, grad_y.shape[1]
     tile = tile or choose_tile(dtype, -(-pairs // experts), grad_preact.device)
     columns = -(-size // tile.cols)
+    bias = NO_BIAS if grad_weights is None else vector(ins.get("down_bias"), "down_bias")
+    parts = columns if bias.operand is None else columns + 1
     sums = grad_weights
-    if grad_weights is not None and columns > 1:
-        sums = scratch((columns, pairs), torch.float32, grad_preact.device)
+    if grad_weights is not None and parts > 1:
+        sums = scratch((parts, pairs), torch.float32, grad_preact.device)
     down_operand, box_rows = down.operand, 0
     if tile.tma and hidden % tile.depth == 0:
         transposed = down.inner != 1
@@ -81,7 +88,7 @@ def grad_act(
         "WIDE": down.wide,
         "BOX": box_rows,
         "GATED": attrs["gated"],
-        "ACTIVATION": attrs["activation"],
+        **activation_constants(attrs["activation"]),
         "PRECISION": precision(dtype),
         "BM": tile.rows,
         "BN": tile.cols,
@@ -115,6 +122,23 @@ def grad_act(
         stages=tile.stages,
         registers=tile.registers,
     )
+    if bias.operand is not None:
+        numbers_of_bias = {
+            "PART": columns,
+            "Y_ROW": grad_y.stride(0),
+            "K": attrs["k"],
+            "E": experts,
+            "E_POW2": power_of_two(experts, 16),
+            "H": hidden,
+            "BIAS_E": bias.stride,
+            "BIAS_H": bias.step,
+            "BIAS_TABLE": bias.table,
+            "DTYPE": triton_dtype(dtype, "grad_preact"),
+            "BH": min(1024, power_of_two(hidden)),
+        }
+        read = (grad_y, ins["perm"], starts, bias.operand, sums)
+        start(bias_scores_kernel, pairs, read, (pairs,), numbers_of_bias, pdl=pdl, stages=1)
     if sums is not grad_weights:
-        parts = {"PARTS": columns, "BLOCK": 256}
-        start(sum_parts_kernel, -(-pairs // 256), (sums, grad_weights), (pairs,), parts, pdl=pdl, warps=4, stages=1)
+        parts_constants = {"PARTS": parts, "BLOCK": 256}
+        blocks = -(-pairs // 256)
+        start(sum_parts_kernel, blocks, (sums, grad_weights), (pairs,), parts_constants, pdl=pdl, warps=4, stages=1)

@@ -16,6 +16,7 @@ def _allocate(
     perm: Tensor,
     starts: Tensor,
     down: list[Tensor],
+    down_bias: list[Tensor],
     k: int,
     activation: str,
     gated: bool,
@@ -29,7 +30,7 @@ def _allocate(
 
 
 define_stage(
-    "grad_act(Tensor grad_y, Tensor? weights, Tensor preact, Tensor perm, Tensor starts, Tensor[] down, int k, "
-    "str activation, bool gated) -> (Tensor grad_preact, Tensor act, Tensor grad_weights)",
+    "grad_act(Tensor grad_y, Tensor? weights, Tensor preact, Tensor perm, Tensor starts, Tensor[] down, "
+    "Tensor[] down_bias, int k, str activation, bool gated) -> (Tensor grad_preact, Tensor act, Tensor grad_weights)",
     _allocate,
 )

@@ -1,8 +1,9 @@
 """The gradient through the down projection and the activation, in plain torch.
 
     dA' = grad_y[t] @ W_down[e]                       (unweighted, fp32)
-    grad_weights[p] = sum_i A * dA',  grad_act = w * dA',  act output = w * A      with weights (on the output)
-    grad_act = dA',  act output = A,  grad_weights [0,k]                           without
+    with weights (on the output)   grad_act = w * dA',  act output = w * A,
+                                   grad_weights[p] = sum_i A * dA' + <grad_y[t], down_bias_e>
+    without                        grad_act = dA',  act output = A,  grad_weights [0,k]
     grad_preact = grad_act through f
 A is computed again from the saved pre-activation, so nothing of size [S,I] is saved between forward and backward.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.activations import activate_backward, wide
+from moe_compiler.runtime_kernels.biases import biases
 from moe_compiler.runtime_kernels.matmul import matmul
 from moe_compiler.runtime_kernels.order.reference import expert_rows
 from moe_compiler.runtime_kernels.weights import ExpertWeights
@@ -27,6 +29,7 @@ def grad_act(
     perm: Tensor,
     starts: Tensor,
     down: Sequence[Tensor],
+    down_bias: Sequence[Tensor] | None,
     k: int,
     activation: str,
     gated: bool,
@@ -54,6 +57,10 @@ def grad_act(
     grad_preact, act = activate_backward(preact, grad * scale, activation, gated)
     grad_weights = grad.new_zeros(perm.shape[0])
     grad_weights[pairs[:used]] = (act[:used] * grad[:used]).sum(1)
+    added = biases(down_bias, "down_bias")
+    if added is not None:
+        for expert, begin, end in expert_rows(starts):
+            grad_weights[pairs[begin:end]] += rows[begin:end].to(compute) @ added.vector(expert).to(compute)
     act.mul_(scale)
     grad_preact[used:].zero_()
     act[used:].zero_()

@@ -40,15 +40,20 @@ class Case:
     weight_at: str = "output"
     routing: str = "random"
     tokens: tuple[int, ...] = TOKENS
+    biased: bool = False
 
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         gated = "gated" if self.gated else "plain"
         sizes = f"E{self.experts}k{self.k}H{self.hidden}I{self.inner}"
-        return f"{sizes}-{self.layout}-{dtype}-{self.activation}-{gated}-{self.weight_at}-{self.routing}"
+        biased = "-biased" if self.biased else ""
+        return f"{sizes}-{self.layout}-{dtype}-{self.activation}-{gated}-{self.weight_at}-{self.routing}{biased}"
 
 
+GPT_OSS = "silu(alpha=1.702,limit=0.7,shift=1.0)"  # a limit that many of the values here pass
+# Layouts: packed, transposed (contiguous columns), interleaved (the experts' rows alternate), separate, list,
+# list_packed, turns and turned_columns (gate and up are every other row of one tensor, stored by rows or by columns).
 CASES = [
     Case(8, 2, 256, 128),
     Case(128, 8, 128, 192, layout="transposed", activation="gelu", routing="skewed", tokens=(1, 17, 1000)),
@@ -60,6 +65,18 @@ CASES = [
     Case(16, 2, 256, 128, layout="packed", weight_at="input", routing="skewed", tokens=(1, 17, 1000)),
     Case(6, 2, 90, 46, layout="packed", gated=False, activation="gelu", routing="one", tokens=(1, 17, 128)),
     Case(300, 16, 64, 32, layout="packed", dtype=torch.float16, tokens=(2, 128)),
+    Case(8, 2, 256, 128, activation=GPT_OSS, biased=True),
+    Case(32, 4, 288, 288, layout="turned_columns", activation=GPT_OSS, biased=True, routing="skewed"),
+    Case(16, 4, 256, 192, layout="turns", activation=GPT_OSS, biased=True, tokens=(1, 17, 128, 1000)),
+    Case(5, 3, 200, 72, layout="separate", activation="silu(limit=0.5)", biased=True, routing="outside"),
+    Case(16, 4, 128, 64, layout="list", activation=GPT_OSS, biased=True, dtype=torch.float16, routing="skewed"),
+    Case(40, 10, 64, 96, layout="list_packed", biased=True, routing="outside", tokens=(1, 3, 128)),
+    Case(4, 1, 136, 104, layout="separate", dtype=torch.float32, gated=False, activation="relu2", biased=True),
+    Case(3, 2, 50, 35, layout="interleaved", dtype=torch.float32, weight_at="input", biased=True, tokens=(1, 17, 128)),
+    Case(6, 2, 90, 46, gated=False, activation="gelu(limit=0.5)", biased=True, routing="one", tokens=(1, 17, 128)),
+    Case(60, 4, 704, 96, activation="silu(alpha=1.702)", biased=True, tokens=(1, 33, 1000)),
+    Case(160, 6, 96, 704, layout="transposed", routing="skewed", tokens=(2, 1000)),
+    Case(4, 2, 2880, 2880, layout="turned_columns", activation=GPT_OSS, biased=True, tokens=(1, 3, 40)),
 ]
 
 
@@ -83,6 +100,11 @@ def _weights(case: Case) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     up = torch.randn(e, i, h) / h**0.5
     down = torch.randn(e, h, i) / i**0.5
     gate, up, down = (w.to(device="cuda", dtype=case.dtype) for w in (gate, up, down))
+    if case.layout in ("turns", "turned_columns"):
+        both = torch.stack([gate, up], 2).flatten(1, 2)
+        if case.layout == "turned_columns":
+            both, down = both.mT.contiguous().mT, down.mT.contiguous().mT
+        return [both[:, 0::2]], [both[:, 1::2]], [down]
     if case.layout == "transposed":
         gate, down = (w.mT.contiguous().mT for w in (gate, down))
     if case.layout == "interleaved":  # the experts' rows alternate
@@ -91,6 +113,19 @@ def _weights(case: Case) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         ups = [w.clone() for w in up] if case.gated and not packed else []
         return [w.clone() for w in gate], ups, [w.clone() for w in down]
     return [gate], [up] if case.gated and not packed else [], [down]
+
+
+def _biases(case: Case, gate: list[Tensor], up: list[Tensor], down: list[Tensor]) -> dict[str, list[Tensor]]:
+    """The biases of the three projections, in a layout that goes with the weights'."""
+    made: dict[str, list[Tensor]] = {}
+    for name, weights in (("gate_bias", gate), ("up_bias", up), ("down_bias", down)):
+        size = weights[0].shape[-2] if weights else 0
+        rows = torch.randn(case.experts, size).to(device="cuda", dtype=case.dtype)
+        made[name] = [] if not case.biased or not weights else list(rows.clone()) if len(weights) > 1 else [rows]
+    if case.biased and case.layout in ("turns", "turned_columns"):
+        both = torch.stack([made["gate_bias"][0], made["up_bias"][0]], 2).flatten(1, 2)
+        made |= {"gate_bias": [both[:, 0::2]], "up_bias": [both[:, 1::2]]}
+    return made
 
 
 def _map(value: Any, change: Any) -> Any:
@@ -197,32 +232,35 @@ def _check_block(case: Case, tokens: int, gate: list[Tensor], up: list[Tensor], 
     }
     expert = run("order", ordering, {"ids": ids}, numbers)
     used = torch.arange(pairs, **device) < expert["starts"][-1]
+    biases = _biases(case, gate, up, down)
     ups = {"gate": gate, "up": up}
+    first = {**ups, "gate_bias": biases["gate_bias"], "up_bias": biases["up_bias"]}
+    second = {"down": down, "down_bias": biases["down_bias"]}
     saved = run(
         "gate_up",
         {"act": act, "preact": preact},
-        {"x": x, "weights": inside, **expert, **ups},
+        {"x": x, "weights": inside, **expert, **first},
         {"k": k, **form, "save": True},
         {"act": used, "preact": used},
     )
     run(
         "gate_up",
         {"act": act},
-        {"x": x, "weights": inside, **expert, **ups},
+        {"x": x, "weights": inside, **expert, **first},
         {"k": k, **form, "save": False},
         {"act": used},
     )
-    scattered = run("down", {"pairs": row}, {"act": saved["act"], **expert, "down": down}, {})
+    scattered = run("down", {"pairs": row}, {"act": saved["act"], **expert, **second}, {})
     for dtype in (case.dtype, torch.float32):
         like = {"y": torch.empty(tokens, case.hidden, dtype=dtype, **device)}
         run("combine", like, {**scattered, "weights": outside}, {"k": k, "dtype": dtype})
-    few = run("gate_up_few", {"act": act}, {"x": x, "weights": inside, "ids": ids, **ups}, form)
-    run("down_few", {"y": x}, {**few, "ids": ids, "weights": outside, "down": down}, {"dtype": case.dtype})
+    few = run("gate_up_few", {"act": act}, {"x": x, "weights": inside, "ids": ids, **first}, form)
+    run("down_few", {"y": x}, {**few, "ids": ids, "weights": outside, **second}, {"dtype": case.dtype})
     grads = run(
         "grad_act",
         {"grad_preact": preact, "act": act}
         | ({"grad_weights": torch.empty(tokens, k, **device)} if outside is not None else {}),
-        {"grad_y": grad_y, "weights": outside, "preact": saved["preact"], **expert, "down": down},
+        {"grad_y": grad_y, "weights": outside, "preact": saved["preact"], **expert, **second},
         {"k": k, **form},
         {"grad_preact": used, "act": used},
     )
@@ -233,6 +271,12 @@ def _check_block(case: Case, tokens: int, gate: list[Tensor], up: list[Tensor], 
         {"x": x, "weights": inside, "grad_preact": grads["grad_preact"], **expert, **ups},
         {"k": k, "gated": case.gated},
     )
+    if case.biased:
+        like = {f"grad_{name}": biases[name] for name in ("gate_bias", "up_bias") if biases[name]}
+        layouts = {name: biases[name] for name in ("gate_bias", "up_bias")}
+        run("grad_gate_up_bias", like, {"grad_preact": grads["grad_preact"], "starts": expert["starts"], **layouts}, {})
+        ins = {"grad_y": grad_y, "weights": outside, **expert, "down_bias": biases["down_bias"]}
+        run("grad_down_bias", {"grad_down_bias": biases["down_bias"]}, ins, {"k": k})
     back = run(
         "grad_pairs", {"pairs": row}, {"grad_preact": grads["grad_preact"], **expert, **ups}, {"gated": case.gated}
     )

@@ -25,7 +25,7 @@ def forward_graph(tokens: int = 4, device: str = "cuda", between=None) -> GraphM
         weights, ids = torch.ops.moepdl.route(logits, *ROUTE)
         if between is not None:
             weights, ids = between(weights, ids)
-        return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], *EXPERTS)
+        return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], [], [], [], *EXPERTS)
 
     with FakeTensorMode():
         made = [
@@ -42,9 +42,10 @@ def backward_graph(
 
     def block(grad_y, x, ids, weights, gate_up, down, preact, perm, starts):
         grads = torch.ops.moepdl.experts_backward(
-            grad_y, x, ids, weights, [gate_up], [], [down], preact, perm, starts, "silu", True, at, list(needs)
+            *(grad_y, x, ids, weights, [gate_up], [], [down], [], [], []),
+            *(preact, perm, starts, "silu", True, at, [*needs, False, False, False]),
         )
-        kept = [g for g, needed in zip(grads, needs, strict=True) if needed]
+        kept = [g for g, needed in zip(grads, needs, strict=False) if needed]
         return [t for g in kept for t in (g if isinstance(g, list) else [g])]
 
     shapes = [(tokens, H), (tokens, H), None, (tokens, K), (E, 2 * I, H), (E, H, I), (tokens * K, 2 * I)]

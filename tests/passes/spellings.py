@@ -112,15 +112,15 @@ def grouped_descending(b: Block, x: Tensor, logits: Tensor) -> Tensor:
 
 
 def _grouped(
-    b: Block, x: Tensor, logits: Tensor, *, k: int = K, counted=None, swap=False, home=None, scaled=False
+    b: Block, x: Tensor, logits: Tensor, *, k: int = K, counted=None, twice=False, home=None, scaled=False
 ) -> Tensor:
     weights, ids = choose(x, logits)
     perm = ids.flatten().argsort(stable=True)
     rows = x[perm // k]
     offsets = offsets_of(ids if counted is None else counted(ids))
     gate, up = torch._grouped_mm(rows, b.gate_up.mT, offs=offsets).chunk(2, -1)
-    if swap:
-        gate, up = up, gate
+    if twice:
+        up = gate
     rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets)
     rows = rows * weights.flatten()[perm][:, None]
     if scaled:
@@ -500,9 +500,9 @@ def _bf16(name: str, spelling: Spelling, step: str, words: str) -> Damaged:
     return Damaged("grouped_mm", name, spelling, step, words, torch.bfloat16)
 
 
-def _plus_bias(b: Block, e: int) -> Callable[[Tensor], Tensor]:
-    one, bias = b.experts[e], b.bias.repeat(H // E)
-    return lambda x: F.linear(F.silu(one.w1(x)) * one.w3(x), one.w2.weight, bias)
+def _plus_rows(b: Block, e: int) -> Callable[[Tensor], Tensor]:
+    one = b.experts[e]
+    return lambda x: one.w2(F.silu(one.w1(x)) * one.w3(x)) + x
 
 
 def _relu_expert(b: Block) -> Callable[[Tensor], Tensor]:
@@ -529,7 +529,7 @@ DAMAGED: tuple[Damaged, ...] = (
         "offsets",
         "not of the sorted ids",
     ),
-    _bf16("up_first", lambda b, x, l: _grouped(b, x, l, swap=True), "down", "up comes before gate"),
+    _bf16("gate_twice", lambda b, x, l: _grouped(b, x, l, twice=True), "down", "the same half of the matmul"),
     _bf16("not_inverted", lambda b, x, l: _grouped(b, x, l, home=lambda p: p), "home", "not the inverse"),
     _bf16(
         "other_inverse",
@@ -640,7 +640,7 @@ DAMAGED: tuple[Damaged, ...] = (
         "choose",
         "smallest",
     ),
-    Damaged("dense_bmm", "bias", lambda b, x, l: _dense(b, x, l, bias=True), "activate", "add"),
+    Damaged("dense_bmm", "bias", lambda b, x, l: _dense(b, x, l, bias=True), "activate", "bias"),
     Damaged(
         "none",
         "tokens_first",
@@ -689,7 +689,7 @@ DAMAGED: tuple[Damaged, ...] = (
     ),
     Damaged("where_loop", "replaces", lambda b, x, l: _where(b, x, l, keep=True), "accumulate", "replaces rows"),
     Damaged("where_loop", "neighbour", lambda b, x, l: _where(b, x, l, shift=1), "compute", "other tokens"),
-    Damaged("where_loop", "bias", lambda b, x, l: _where(b, x, l, compute=_plus_bias), "compute", "bias"),
+    Damaged("where_loop", "residual", lambda b, x, l: _where(b, x, l, compute=_plus_rows), "compute", "added"),
     Damaged(
         "where_loop",
         "mixed",

@@ -13,20 +13,32 @@ from moe_compiler.pipeline import run_passes
 from tests.moe_compiler.graphs import E, H, I, K, calls, context, forward_graph
 
 
-def block(activation="silu", gated=True, weight_at="output", dtype=torch.float32, separate=False, columns=False):
+def block(
+    activation="silu",
+    gated=True,
+    weight_at="output",
+    dtype=torch.float32,
+    separate=False,
+    columns=False,
+    biased=False,
+):
     """A function of (x, logits, *weights), and the shapes of its weights."""
     rows = 2 * I if gated and not separate else I
 
-    def function(x, logits, *weights):
+    def function(x, logits, *given):
+        weights, biases = (given[:-2], given[-2:]) if biased else (given, ())
+        biases = ([biases[0]], [], [biases[1]]) if biased else ([], [], [])
         arguments = (K, "softmax", "before", 1, 1, 1, "-inf", True, False, 0.0, 1.0, torch.float32, dtype)
         w, ids = torch.ops.moepdl.route(logits, None, None, *arguments)
         if columns:
             weights = [weight.mT for weight in weights]
         up = [weights[1]] if separate else []
-        return torch.ops.moepdl.experts(x, ids, w, [weights[0]], up, [weights[-1]], activation, gated, weight_at, dtype)
+        weights = ([weights[0]], up, [weights[-1]])
+        return torch.ops.moepdl.experts(x, ids, w, *weights, *biases, activation, gated, weight_at, dtype)
 
     shapes = [(E, rows, H), *([(E, I, H)] if separate else []), (E, H, I)]
-    return function, [(e, b, a) if columns else (e, a, b) for e, a, b in shapes]
+    stored = [(e, b, a) if columns else (e, a, b) for e, a, b in shapes]
+    return function, [*stored, (E, rows), (E, H)] if biased else stored
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,6 +54,9 @@ def block(activation="silu", gated=True, weight_at="output", dtype=torch.float32
         {"separate": True},
         {"columns": True},
         {"columns": True, "separate": True, "weight_at": "input"},
+        {"biased": True},
+        {"biased": True, "columns": True, "activation": "silu(alpha=1.702,limit=0.5,shift=1.0)"},
+        {"activation": "gelu(limit=0.25)", "weight_at": "input", "biased": True},
     ],
     ids=str,
 )
@@ -67,7 +82,7 @@ def test_a_router_with_bias_groups_and_scale_is_written_out_too(operands):
         arguments = (K, "sigmoid", "before", 4, 2, 2, "0", True, True, 0.9, 2.0, torch.float32, torch.float32)
         bias, scale = (value if there else None for value, there in zip((bias, scale), operands, strict=True))
         w, ids = torch.ops.moepdl.route(logits, bias, scale, *arguments)
-        return torch.ops.moepdl.experts(x, ids, w, [gate_up], [], [down], "silu", True, "output", torch.float32)
+        return torch.ops.moepdl.experts(x, ids, w, [gate_up], [], [down], [], [], [], "silu", True, "output", x.dtype)
 
     with FakeTensorMode():
         module = make_fx(function)(*[torch.empty(shape) for shape in shapes])

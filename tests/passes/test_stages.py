@@ -104,7 +104,7 @@ def test_a_router_with_a_bias_and_a_scale_is_part_of_the_chain(hopper):
 
     def block(x, logits, bias, scale, gate_up, down):
         weights, ids = torch.ops.moepdl.route(logits, bias, scale, *ROUTE[2:])
-        return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], *EXPERTS)
+        return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], [], [], [], *EXPERTS)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -192,7 +192,7 @@ def test_ids_read_elsewhere_are_an_output_of_the_chain(hopper):
     def block(x, logits, gate_up, down):
         weights, ids = torch.ops.moepdl.route(logits, *ROUTE)
         load = ids.sum()
-        y = torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], *EXPERTS)
+        y = torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], [], [], [], *EXPERTS)
         return y, load
 
     with FakeTensorMode():

@@ -35,7 +35,9 @@ def test_a_raised_block_is_what_one_would_write_by_hand(dynamic):
         router, x, w1, w2, w3 = (value for value in inputs if isinstance(value, Tensor))
         arguments = (K, "softmax", "before", 1, 1, 1, "-inf", True, False, 0.0, 1.0, torch.float32, torch.float32)
         weights, ids = torch.ops.moepdl.route(F.linear(x, router), None, None, *arguments)
-        return torch.ops.moepdl.experts(x, ids, weights, [w1], [w3], [w2], "silu", True, "output", torch.float32)
+        return torch.ops.moepdl.experts(
+            x, ids, weights, [w1], [w3], [w2], [], [], [], "silu", True, "output", torch.float32
+        )
 
     if dynamic is None:
         assert_same_graph(after, expected)

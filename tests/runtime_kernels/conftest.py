@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_compiler.runtime_kernels.activations import parse_activation
+
 GATED_LAYOUTS = ("packed", "packed_transposed", "separate", "list", "list_packed", "list_transposed")
 # Relative to the norm. The narrow types round the pre-activation, the activation and the down result.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -24,6 +26,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+LISTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+
 @dataclass
 class Block:
     """Tensors and attributes of one call of `experts`. Leaves require a gradient."""
@@ -34,6 +39,9 @@ class Block:
     gate: list[Tensor]
     up: list[Tensor]
     down: list[Tensor]
+    gate_bias: list[Tensor]
+    up_bias: list[Tensor]
+    down_bias: list[Tensor]
     activation: str
     gated: bool
     weight_at: str
@@ -45,11 +53,11 @@ class Block:
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [self.x, self.weights, *self.gate, *self.up, *self.down]
+        return [self.x, self.weights, *(tensor for name in LISTS for tensor in getattr(self, name))]
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        tensors = (self.x, self.ids, self.weights, self.gate, self.up, self.down)
+        tensors = (self.x, self.ids, self.weights, *(getattr(self, name) for name in LISTS))
         return (*tensors, self.activation, self.gated, self.weight_at, self.dtype)
 
     def detached(self) -> Block:
@@ -57,17 +65,21 @@ class Block:
         values = dict(vars(self))
         for name in ("x", "weights"):
             values[name] = values[name].detach()
-        for name in ("gate", "up", "down"):
+        for name in LISTS:
             values[name] = [t.detach() for t in values[name]]
         return Block(**values)
 
     def double(self) -> Block:
         """The same values in float64, as leaves of their own."""
+        return self.like(torch.float64)
+
+    def like(self, dtype: torch.dtype | None = None) -> Block:
+        """The same values in another dtype or their own, as leaves of their own."""
         values = dict(vars(self))
         for name in ("x", "weights"):
-            values[name] = values[name].detach().double().requires_grad_()
-        for name in ("gate", "up", "down"):
-            values[name] = [t.detach().double().requires_grad_() for t in values[name]]
+            values[name] = values[name].detach().to(dtype or self.dtype).requires_grad_()
+        for name in LISTS:
+            values[name] = [t.detach().to(dtype or self.dtype).requires_grad_() for t in values[name]]
         return Block(**values)
 
     def logical(self) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -84,18 +96,41 @@ class Block:
         first, second = gate.chunk(2, dim=1)
         return first, second, down
 
+    def logical_biases(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Biases [E,I], [E,I] and [E,H], zeros where there are none, differentiable in the leaves."""
+
+        def stacked(tensors: list[Tensor], like: Tensor) -> Tensor:
+            if not tensors:
+                return like.new_zeros(like.shape[:2])
+            return tensors[0] if tensors[0].dim() == 2 else torch.stack(tensors)
+
+        gate, up, down = self.logical()
+        down_bias = stacked(self.down_bias, down)
+        if up is None or self.up or not self.gate_bias:
+            return stacked(self.gate_bias, gate), None if up is None else stacked(self.up_bias, up), down_bias
+        first, second = stacked(self.gate_bias, gate).chunk(2, dim=1)
+        return first, second, down_bias
+
     def dense(self) -> Tensor:
         """Every expert computes every token; the choice is a mask. In the dtype of x, meant for float64."""
         gate, up, down = self.logical()
+        gate_bias, up_bias, down_bias = self.logical_biases()
+        rule = parse_activation(self.activation)
         y = torch.zeros(self.x.shape[0], down.shape[1], dtype=self.x.dtype)
         for j in range(self.ids.shape[1]):
             for e in range(gate.shape[0]):
                 weight = (self.weights[:, j] * (self.ids[:, j] == e)).unsqueeze(1)
                 rows = self.x * self.weights[:, j : j + 1] if self.weight_at == "input" else self.x
-                hidden = _ACTIVATIONS[self.activation](rows @ gate[e].T)
+                inner = rows @ gate[e].T + gate_bias[e]
+                if rule.limit is not None:
+                    inner = torch.clamp(inner, max=rule.limit)
+                scaled = rule.alpha != 1.0
+                hidden = inner * torch.sigmoid(rule.alpha * inner) if scaled else _ACTIVATIONS[rule.name](inner)
                 if up is not None:
-                    hidden = hidden * (rows @ up[e].T)
-                out = hidden @ down[e].T
+                    other = rows @ up[e].T + up_bias[e]
+                    other = other if rule.limit is None else torch.clamp(other, -rule.limit, rule.limit)
+                    hidden = hidden * (other + rule.shift)
+                out = hidden @ down[e].T + down_bias[e]
                 y = y + (out * weight if self.weight_at == "output" else out * (self.ids[:, j : j + 1] == e))
         return y
 
@@ -126,6 +161,7 @@ def _make_block(
     weight_at: str = "output",
     routing: str = "random",
     ids_dtype: torch.dtype = torch.int64,
+    biased: tuple[str, ...] = (),
 ) -> Block:
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_()
@@ -144,6 +180,13 @@ def _make_block(
     if layout.startswith("list"):
         gates = [leaf(t.clone()) for t in gate]
         downs = [leaf(t.clone()) for t in down]
+
+    def bias(name: str, weights: list[Tensor]) -> list[Tensor]:
+        if name not in biased or not weights:
+            return []
+        rows = torch.randn(experts, weights[0].shape[-2], dtype=torch.float64).to(dtype)
+        return [leaf(row.clone()) for row in rows] if layout.startswith("list") else [leaf(rows)]
+
     return Block(
         x=leaf(torch.randn(tokens, hidden, dtype=torch.float64).to(dtype)),
         ids=_routing(routing, tokens, k, experts).to(ids_dtype),
@@ -151,6 +194,9 @@ def _make_block(
         gate=gates,
         up=up,
         down=downs,
+        gate_bias=bias("gate", gates),
+        up_bias=bias("up", up),
+        down_bias=bias("down", downs),
         activation=activation,
         gated=gated,
         weight_at=weight_at,

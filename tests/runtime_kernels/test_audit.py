@@ -47,6 +47,10 @@ def _record(
         one = torch.zeros(EXPERTS, out, inner, **value)
         return [t.clone() for t in one] if listed else [one]
 
+    def biases(out: int) -> list[torch.Tensor]:
+        one = torch.zeros(EXPERTS, out, **value)
+        return [t.clone() for t in one] if listed else [one]
+
     gate = weights(2 * INNER, HIDDEN)
     tensors: dict[str, Any] = {
         "x": torch.zeros(TOKENS, HIDDEN, **value),
@@ -73,12 +77,18 @@ def _record(
         "grad_gate": gate,
         "grad_up": [],
         "grad_down": weights(HIDDEN, INNER),
+        "gate_bias": biases(2 * INNER),
+        "up_bias": [],
+        "down_bias": biases(HIDDEN),
+        "grad_gate_bias": biases(2 * INNER),
+        "grad_up_bias": [],
+        "grad_down_bias": biases(HIDDEN),
     }
     attrs = {
         **({"k": K, **ROUTE, "score_dtype": torch.float32} if name.startswith("route") else {}),
         **({"num_experts": EXPERTS} if name.startswith("order") else {}),
         "k": K,
-        "activation": "silu",
+        "activation": "silu(alpha=1.702,limit=7.0,shift=1.0)",
         "gated": True,
         "save": True,
         "dtype": dtype,

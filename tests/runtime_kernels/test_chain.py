@@ -141,7 +141,7 @@ def test_backward(make_block, assert_close, tokens, layout):
     inputs = backward_inputs(block)
     grads = ops.chain(inputs, backward_program(block).to_text())
     expected = ops.experts_backward(
-        inputs[0], *block.arguments[:6], inputs[3], inputs[4], inputs[5], *block.arguments[6:9], [True] * 5
+        inputs[0], *block.arguments[:9], inputs[3], inputs[4], inputs[5], *block.arguments[9:12], [True] * 8
     )
     flat = [expected[0], expected[1], *expected[2], *expected[3], *expected[4]]
     for one, other in zip(grads, flat, strict=True):

@@ -59,7 +59,7 @@ def test_attributes_that_are_lists_come_back_as_tuples():
         "experts_loop_backward",
         {p: p for p in ("grad_y", "x", "weights", "gate", "up", "down", "preact", "perm", "starts")},
         {"grad_x": "grad_x"},
-        {"activation": "silu", "gated": True, "weight_at": "output", "needs": (True, False, False, False, False)},
+        {"activation": "silu", "gated": True, "weight_at": "output", "needs": (True,) + (False,) * 7},
     )
     inputs = tuple((p, 1 if p in ("gate", "up", "down") else None) for p in launch.ins.values() if p)
     one = Program("backward", inputs, {}, ("grad_x",), (Variant("any", None, {"grad_x": Buffer(like="x")}, (launch,)),))

@@ -23,19 +23,21 @@ def stage_calls(block):
     outside = b.weights if b.weight_at == "output" else None
     attrs = (k, b.activation, b.gated)
     perm, starts = ops.order(b.ids, 5)
-    act, preact = ops.gate_up(b.x, inside, perm, starts, b.gate, b.up, *attrs, True)
-    pairs = ops.down(act, perm, starts, b.down)
+    act, preact = ops.gate_up(b.x, inside, perm, starts, b.gate, b.up, b.gate_bias, b.up_bias, *attrs, True)
+    pairs = ops.down(act, perm, starts, b.down, b.down_bias)
     grad_y = torch.randn_like(b.x)
-    grad_preact, acted, _ = ops.grad_act(grad_y, outside, preact, perm, starts, b.down, *attrs)
+    grad_preact, acted, _ = ops.grad_act(grad_y, outside, preact, perm, starts, b.down, b.down_bias, *attrs)
     return [
         (ops.order, (b.ids, 5)),
-        (ops.gate_up, (b.x, inside, perm, starts, b.gate, b.up, *attrs, True)),
-        (ops.gate_up, (b.x, inside, perm, starts, b.gate, b.up, *attrs, False)),
-        (ops.down, (act, perm, starts, b.down)),
+        (ops.gate_up, (b.x, inside, perm, starts, b.gate, b.up, b.gate_bias, b.up_bias, *attrs, True)),
+        (ops.gate_up, (b.x, inside, perm, starts, b.gate, b.up, b.gate_bias, b.up_bias, *attrs, False)),
+        (ops.down, (act, perm, starts, b.down, b.down_bias)),
         (ops.combine, (pairs, outside, k, b.dtype)),
-        (ops.grad_act, (grad_y, outside, preact, perm, starts, b.down, *attrs)),
+        (ops.grad_act, (grad_y, outside, preact, perm, starts, b.down, b.down_bias, *attrs)),
         (ops.grad_down, (grad_y, acted, perm, starts, b.down, k)),
         (ops.grad_gate_up, (b.x, inside, grad_preact, perm, starts, b.gate, b.up, k, b.gated)),
+        (ops.grad_down_bias, (grad_y, outside, perm, starts, b.down_bias or [b.down[0].new_ones(5, 12)], k)),
+        (ops.grad_gate_up_bias, (grad_preact, starts, b.gate_bias, b.up_bias)),
         (ops.grad_pairs, (grad_preact, perm, starts, b.gate, b.up, b.gated)),
         (ops.grad_input_weights, (b.x, pairs, k)),
     ]
@@ -106,8 +108,8 @@ def test_the_kernels_for_few_tokens(make_block, tokens, weight_at):
     block = make_block(tokens=tokens, weight_at=weight_at, routing="outside", layout="separate").detached()
     inside = block.weights if weight_at == "input" else None
     outside = block.weights if weight_at == "output" else None
-    act = kernel("gate_up_few").reference(block.x, inside, block.ids, block.gate, block.up, "silu", True)
-    y = kernel("down_few").reference(act, block.ids, outside, block.down, torch.float32)
+    act = kernel("gate_up_few").reference(block.x, inside, block.ids, block.gate, block.up, [], [], "silu", True)
+    y = kernel("down_few").reference(act, block.ids, outside, block.down, [], torch.float32)
     torch.testing.assert_close(y, ops.experts(*block.arguments))
 
 
@@ -116,10 +118,10 @@ def test_rows_of_ids_out_of_range_are_zero(make_block):
     outside = ~((block.ids >= 0) & (block.ids < 5)).flatten()
     assert outside.any()
     perm, starts = ops.order(block.ids, 5)
-    act, preact = ops.gate_up(block.x, None, perm, starts, block.gate, [], 2, "silu", True, True)
-    assert not ops.down(act, perm, starts, block.down)[outside].any()
+    act, preact = ops.gate_up(block.x, None, perm, starts, block.gate, [], [], [], 2, "silu", True, True)
+    assert not ops.down(act, perm, starts, block.down, [])[outside].any()
     grad_preact, _, grad_weights = ops.grad_act(
-        torch.ones_like(block.x), block.weights, preact, perm, starts, block.down, 2, "silu", True
+        torch.ones_like(block.x), block.weights, preact, perm, starts, block.down, [], 2, "silu", True
     )
     assert not grad_weights.flatten()[outside].any()
     assert not ops.grad_pairs(grad_preact, perm, starts, block.gate, [], True)[outside].any()
@@ -128,13 +130,13 @@ def test_rows_of_ids_out_of_range_are_zero(make_block):
 def test_gate_up_keeps_gate_before_up_and_rows_in_order(make_block):
     block = make_block(layout="separate", dtype=torch.float64).detached()
     perm, starts = ops.order(block.ids, 5)
-    act, preact = ops.gate_up(block.x, None, perm, starts, block.gate, block.up, 2, "silu", True, True)
+    act, preact = ops.gate_up(block.x, None, perm, starts, block.gate, block.up, [], [], 2, "silu", True, True)
     for row, pair in enumerate(perm.tolist()):
         x, e = block.x[pair // 2], block.ids.flatten()[pair]
         gate, up = block.gate[0][e] @ x, block.up[0][e] @ x
         torch.testing.assert_close(preact[row], torch.cat([gate, up]))
         torch.testing.assert_close(act[row], torch.nn.functional.silu(gate) * up)
-    again, nothing = ops.gate_up(block.x, None, perm, starts, block.gate, block.up, 2, "silu", True, False)
+    again, nothing = ops.gate_up(block.x, None, perm, starts, block.gate, block.up, [], [], 2, "silu", True, False)
     assert torch.equal(again, act)
     assert nothing.shape == (0, 14)
 
@@ -142,10 +144,10 @@ def test_gate_up_keeps_gate_before_up_and_rows_in_order(make_block):
 def test_grad_act_without_weights(make_block):
     block = make_block(dtype=torch.float64).detached()
     perm, starts = ops.order(block.ids, 5)
-    _, preact = ops.gate_up(block.x, None, perm, starts, block.gate, [], 2, "silu", True, True)
+    _, preact = ops.gate_up(block.x, None, perm, starts, block.gate, [], [], [], 2, "silu", True, True)
     grad_y = torch.randn_like(block.x)
-    plain = ops.grad_act(grad_y, None, preact, perm, starts, block.down, 2, "silu", True)
-    ones = ops.grad_act(grad_y, torch.ones_like(block.weights), preact, perm, starts, block.down, 2, "silu", True)
+    plain = ops.grad_act(grad_y, None, preact, perm, starts, block.down, [], 2, "silu", True)
+    ones = ops.grad_act(grad_y, torch.ones_like(block.weights), preact, perm, starts, block.down, [], 2, "silu", True)
     for one, other in zip(plain[:2], ones[:2], strict=True):
         torch.testing.assert_close(one, other)
     assert plain[2].shape == (0, 2)
