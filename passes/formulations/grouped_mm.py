@@ -27,7 +27,8 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.bias import behind_bias, gathered_bias, split_biases
-from moe_compiler.passes.formulations.pairs import in_range, match_choice, match_weights
+from moe_compiler.passes.formulations.counts import match_counts
+from moe_compiler.passes.formulations.pairs import in_range, match_choice, match_pair_index, match_weights, rows_at
 from moe_compiler.passes.formulations.walk import (
     arg,
     elements_of,
@@ -122,22 +123,20 @@ def _ancestors(node: Node, limit: int) -> set[Node]:
 
 def gather(b: Bindings) -> None:
     rows = _rows(b.anchor.args[0])
-    require(
-        is_op(rows, "index", "index_select"), f"the rows come from {op_name(rows)}, not from a gather of tokens", rows
-    )
-    if is_op(rows, "index"):
-        indices = rows.args[1]
-        require(len(indices) == 1, "the tokens are gathered by several indices", rows)
-        token = indices[0]
-    else:
-        require(arg(rows, "dim") == 0, "the gather is not along the tokens", rows)
-        token = rows.args[2]
-    token = strip_views(token)
+    gathered = rows_at(rows)
+    require(gathered is not None, f"the rows come from {op_name(rows)}, not from a gather of tokens", rows)
+    assert gathered is not None
+    token = strip_ids(gathered[1])
     divided = is_op(token, "floor_divide") or (
         is_op(token, "div") and arg(token, "rounding_mode") in ("floor", "trunc")
     )
-    require(divided and isinstance(token.args[1], int), "the token index is not perm // k", token)
-    b.bind(x=rows.args[0], perm=strip_views(token.args[0]), k=token.args[1], token=token, rows=rows)
+    of_pairs = None if divided else rows_at(token)  # the token of each pair, brought into the sorted order
+    require(
+        of_pairs is not None or (divided and isinstance(token.args[1], int)), "the token index is not perm // k", token
+    )
+    perm = token.args[0] if of_pairs is None else of_pairs[1]
+    pairs, k = (None, token.args[1]) if of_pairs is None else (of_pairs[0], None)
+    b.bind(x=gathered[0], perm=strip_views(perm), k=k, pairs=pairs, token=token, rows=rows)
 
 
 def order(b: Bindings) -> None:
@@ -149,7 +148,11 @@ def order(b: Bindings) -> None:
         sort = perm
     require(not arg(sort, "descending"), "the ids are sorted in descending order", sort)
     ids = match_choice(sort.args[0])
-    require(shape_of(ids)[-1] == b.k, f"perm // {b.k}, but {shape_of(ids)[-1]} experts a token", ids)
+    own = int(shape_of(ids)[-1])
+    if b.pairs is not None:
+        match_pair_index(b.pairs, own)
+        b.bind(k=own)
+    require(own == b.k, f"perm // {b.k}, but {own} experts a token", ids)
     b.bind(sort=sort, ids=ids)
 
 
@@ -163,8 +166,10 @@ def offsets(b: Bindings) -> None:
     if is_op(counts, "histc"):
         experts, low, high = arg(counts, "bins"), arg(counts, "min"), arg(counts, "max")
         require((low, high) == (0, experts - 1), "the histogram does not count ids 0 .. E-1", counts)
+    elif not is_op(counts, "bincount"):
+        b.bind(offs=offs, experts=match_counts(counts, b.ids, b.sort), clamped=False)
+        return
     else:
-        require(is_op(counts, "bincount"), f"the counts come from {op_name(counts)}", counts)
         experts = arg(counts, "minlength")
     source = counts.args[0]
     if is_op(source, "to", "_to_copy"):
@@ -262,6 +267,10 @@ def weigh(b: Bindings) -> None:
         combine.match_inverse(step.args[1][0], b.perm)
         rows = step
         step = _next(step)
+        if not is_op(step, "mul"):
+            weight, product, output = combine.match_weighted_sum(rows, elements_of(shape_of(b.ids)[:-1]), b.k)
+            b.bind(weights=match_weights(weight, b.ids, product), home=True, output=trailing_cast(output))
+            return
         weight = combine.match_weigh(step, rows)
         b.bind(weights=match_weights(weight, b.ids, step), home=True)
     else:
@@ -298,7 +307,7 @@ def _next(node: Node) -> Node:
 
 
 def home(b: Bindings) -> None:
-    if b.per_pair:
+    if "output" in b.roles:  # rows that end the block, or rows that are weighted and summed by one product
         return
     step = _next(b.weighted)
     tokens = elements_of(shape_of(b.ids)[:-1])

@@ -85,7 +85,7 @@ SPLIT_LINEAR = Formulation(
         sorted_rows.count,
         sorted_rows.activate,
         sorted_rows.weigh,
-        sorted_rows.added_home,
+        sorted_rows.home,
     ),
     finish=finish,
     example=example,
