@@ -66,7 +66,7 @@ def _composed(place: str, run: Callable[[GraphModule], object], options: Options
     base: Any = torch_private.graph_pass_base()
     aware: Any = torch_private.inference_aware_pass_base()
 
-    class MoepdlPass(aware):  # type: ignore[misc]
+    class MoepdlPass(aware or base):  # type: ignore[misc]
         """What moepdl does at this place, then the passes that the user had put here."""
 
         def __call__(self, graph: Graph, is_inference: bool = False) -> None:
@@ -74,7 +74,8 @@ def _composed(place: str, run: Callable[[GraphModule], object], options: Options
             assert module is not None
             run(module)
             for own in theirs:
-                own(module.graph, **({"is_inference": is_inference} if isinstance(own, aware) else {}))
+                told = {"is_inference": is_inference} if aware is not None and isinstance(own, aware) else {}
+                own(module.graph, **told)
 
         def uuid(self) -> Any:
             keys = [own.uuid() if isinstance(own, base) else None for own in theirs]

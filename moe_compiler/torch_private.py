@@ -228,11 +228,11 @@ def graph_pass_base() -> type:
     return CustomGraphPass
 
 
-def inference_aware_pass_base() -> type:
-    """The same for a pass after autograd that is also told whether the graph is compiled for inference."""
-    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+def inference_aware_pass_base() -> type | None:
+    """The same for a pass that is also told whether the graph is compiled for inference; torch 2.11 has none."""
+    from torch._inductor import custom_graph_pass
 
-    return CustomInferenceAwareGraphPass
+    return getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
 
 
 def configured(key: str) -> Any:

@@ -15,6 +15,8 @@ from torch._inductor import config
 
 from moe_compiler import torch_private
 from moe_compiler.backend import last_reports, moepdl
+from moe_compiler.inductor import post_grad_pass
+from moe_compiler.options import resolve
 from tests.moe_compiler.blocks import qwen3_block
 
 
@@ -152,10 +154,14 @@ def test_the_users_own_passes_run_at_all_four_places(where, cold_cache):
     assert all("moepdl.chain" in text for place in PLACES[2:] for text in seen[place])
 
 
+AWARE = torch_private.inference_aware_pass_base()
+
+
+@pytest.mark.skipif(AWARE is None, reason="this torch tells no pass whether a graph is compiled for inference")
 def test_several_passes_and_those_that_ask_for_inference_keep_their_place(cold_cache):
     seen: list[tuple[str, object]] = []
 
-    class Aware(torch_private.inference_aware_pass_base()):
+    class Aware(AWARE):
         def __call__(self, graph, is_inference):
             seen.append(("aware", is_inference))
 
@@ -182,3 +188,15 @@ def test_several_passes_and_those_that_ask_for_inference_keep_their_place(cold_c
         for _ in range(2):
             assert compiled_once(block)["bypass"]
     assert seen[3:] == [("bare", None)] * 2
+
+
+def test_a_torch_without_inference_aware_passes(monkeypatch):
+    """As torch 2.11 is: one base class, and passes are called with the graph alone."""
+    monkeypatch.setattr(torch_private, "inference_aware_pass_base", lambda: None)
+    seen: list[str] = []
+    options = resolve({"inductor": {"post_grad_custom_pre_pass": lambda graph: seen.append("theirs")}})
+    composed = post_grad_pass(lambda module: seen.append("ours"), options)
+    assert isinstance(composed, torch_private.graph_pass_base())
+    module = torch.fx.symbolic_trace(torch.nn.Identity())
+    composed(module.graph)
+    assert seen == ["ours", "theirs"]

@@ -75,7 +75,10 @@ def test_compile_fx_takes_patches_for_one_compile():
 
 
 def test_inference_aware_passes_are_graph_passes_too():
-    assert issubclass(torch_private.inference_aware_pass_base(), torch_private.graph_pass_base())
+    aware = torch_private.inference_aware_pass_base()
+    if aware is None:
+        pytest.skip("this torch tells no pass whether a graph is compiled for inference")
+    assert issubclass(aware, torch_private.graph_pass_base())
 
 
 def test_a_checkpoint_is_a_plain_region_and_cond_is_not():
