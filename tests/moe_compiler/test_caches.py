@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config
 
-from moe_compiler import torch_private
+from moe_compiler import pipeline, torch_private
 from moe_compiler.backend import last_reports, moepdl
 from moe_compiler.inductor import post_grad_pass
 from moe_compiler.options import resolve
@@ -194,7 +194,8 @@ def test_a_torch_without_inference_aware_passes(monkeypatch):
     """As torch 2.11 is: one base class, and passes are called with the graph alone."""
     monkeypatch.setattr(torch_private, "inference_aware_pass_base", lambda: None)
     seen: list[str] = []
-    options = resolve({"inductor": {"post_grad_custom_pre_pass": lambda graph: seen.append("theirs")}})
+    theirs = {"post_grad_custom_pre_pass": lambda graph: seen.append("theirs")}
+    options = resolve({"inductor": theirs}, known_names=pipeline.known_names())
     composed = post_grad_pass(lambda module: seen.append("ours"), options)
     assert isinstance(composed, torch_private.graph_pass_base())
     module = torch.fx.symbolic_trace(torch.nn.Identity())

@@ -131,11 +131,6 @@ def scores_before(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return grouped(b, x, logits, at="before", counts=by_histc)
 
 
-def scores_in_the_middle(b: Block, x: Tensor, logits: Tensor) -> Tensor:
-    """Megatron applies the probabilities to the activation, ahead of the second matmul."""
-    return grouped(b, x, logits, at="middle", add=lambda x, t, r: torch.zeros_like(x).index_add(0, t, r))
-
-
 def gathered_tokens(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     """The older torchtitan: rows by `gather` with an index for every element, scatter_add_ in place."""
     return grouped(
@@ -393,7 +388,6 @@ def mapped_one_hot(b: Block, x: Tensor, logits: Tensor) -> Tensor:
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "grouped_scatter": {
         "before": scores_before,
-        "middle": scores_in_the_middle,
         "gathered": gathered_tokens,
         "token_of_pair": token_of_pair,
         "packed": packed_gate_up,
@@ -529,11 +523,11 @@ DAMAGED: tuple[Damaged, ...] = (
     ),
     _split("weights_in_pair_order", "weigh", "not from w[perm]", weight_of=lambda weights, perm: weights.flatten()),
     _split(
-        "overwrites", "added_home", "overwrite one another",
+        "overwrites", "home", "overwrite one another",
         add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
     ),
     _split(
-        "onto_its_result", "added_home", "another index",
+        "onto_its_result", "home", "another index",
         add=lambda x, token, rows: torch.zeros_like(x).index_add(0, (token + 1) % x.shape[0], rows),
     ),
     _map("no_numbers", "select", "numbers of tokens", number_of=lambda x: torch.arange(E * x.shape[0]).view(E, -1) % 5),

@@ -107,10 +107,15 @@ def test_a_weight_on_the_input_and_one_on_the_output_are_two():
     assert "added_home: the rows are consumed by mul" in refused(Block(twice, BF16), tokens(), "grouped_scatter")
 
 
-def test_a_routing_weight_in_the_middle_is_one_on_the_output():
-    module = Block(lambda b, x, l: grouped(b, x, l, at="middle"), BF16)
+def added_by_index_add(x: Tensor, token: Tensor, rows: Tensor) -> Tensor:
+    return torch.zeros_like(x).index_add(0, token, rows)
+
+
+@pytest.mark.parametrize(("options", "name"), [({}, "grouped_scatter"), ({"add": added_by_index_add}, "grouped_mm")])
+def test_a_routing_weight_in_the_middle_is_one_on_the_output(options, name):
+    module = Block(lambda b, x, l: grouped(b, x, l, at="middle", **options), BF16)
     report = raised_agrees(module, tokens(37))
-    assert found(report) == ["grouped_scatter"] and report.matches[0].attributes["weight_at"] == "output"
+    assert found(report) == [name] and report.matches[0].attributes["weight_at"] == "output"
 
 
 def test_rows_that_are_added_to_an_input_in_place_leave_it_to_the_model():
