@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from moe_compiler import testing as testing
     from moe_compiler.backend import explain as explain
     from moe_compiler.backend import last_reports as last_reports
-    from moe_compiler.preparation import Change as Change
-    from moe_compiler.preparation import prepare as prepare
+    from moe_compiler.preparation.prepare import Change as Change
+    from moe_compiler.preparation.prepare import prepare as prepare
     from moe_compiler.report import Report as Report
 
 __version__ = "0.1.0"
 __all__ = ["Change", "Report", "__version__", "errors", "explain", "last_reports", "prepare", "testing"]
 
 _WHERE = {
-    "Change": "moe_compiler.preparation",
+    "Change": "moe_compiler.preparation.prepare",
     "Report": "moe_compiler.report",
     "explain": "moe_compiler.backend",
     "last_reports": "moe_compiler.backend",
-    "prepare": "moe_compiler.preparation",
+    "prepare": "moe_compiler.preparation.prepare",
 }
 _MODULES = ("errors", "testing")
 

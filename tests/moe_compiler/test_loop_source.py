@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from moe_compiler.loop_source import read_source
+from moe_compiler.preparation.loop_source import read_source
 
 
 def doubled(function):

@@ -15,7 +15,7 @@ from moe_compiler.compilation import Compilation
 from moe_compiler.errors import MoepdlError
 from moe_compiler.options import resolve
 from moe_compiler.pipeline import known_names
-from moe_compiler.probe import Call
+from moe_compiler.preparation.probe import Call
 
 __all__ = ["Verdict", "verdict"]
 

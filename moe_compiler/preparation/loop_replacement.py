@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_compiler import one_graph, probe
-from moe_compiler.change import Change
 from moe_compiler.errors import PrepareError
-from moe_compiler.expert_dispatch import ExpertBank, Holding, Shape, banks_of, dispatcher
-from moe_compiler.loop_source import Place, Source, read_source
-from moe_compiler.one_graph import Verdict
-from moe_compiler.probe import Call
+from moe_compiler.preparation import one_graph, probe
+from moe_compiler.preparation.change import Change
+from moe_compiler.preparation.expert_dispatch import ExpertBank, Holding, Shape, banks_of, dispatcher
+from moe_compiler.preparation.loop_source import Place, Source, read_source
+from moe_compiler.preparation.one_graph import Verdict
+from moe_compiler.preparation.probe import Call
 
 __all__ = ["Block", "Known", "Recipe", "is_prepared"]
 

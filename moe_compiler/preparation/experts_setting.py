@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_compiler import probe
-from moe_compiler.change import Change
 from moe_compiler.errors import PrepareError
-from moe_compiler.expert_dispatch import holding
-from moe_compiler.probe import Call
+from moe_compiler.preparation import probe
+from moe_compiler.preparation.change import Change
+from moe_compiler.preparation.expert_dispatch import holding
+from moe_compiler.preparation.probe import Call
 
 __all__ = ["setting_of", "switched_settings"]
 

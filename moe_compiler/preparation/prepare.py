@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_compiler import one_graph, probe
-from moe_compiler.change import Change
 from moe_compiler.errors import PrepareError
-from moe_compiler.expert_dispatch import Holding, holding
-from moe_compiler.experts_setting import setting_of, switched_settings
-from moe_compiler.loop_replacement import Block, Known, is_prepared
-from moe_compiler.probe import Call
+from moe_compiler.preparation import one_graph, probe
+from moe_compiler.preparation.change import Change
+from moe_compiler.preparation.expert_dispatch import Holding, holding
+from moe_compiler.preparation.experts_setting import setting_of, switched_settings
+from moe_compiler.preparation.loop_replacement import Block, Known, is_prepared
+from moe_compiler.preparation.probe import Call
 
 __all__ = ["Change", "prepare"]
 
