@@ -8,6 +8,7 @@ inside a private module.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -301,7 +302,9 @@ def compiled_frames(after: int = 0) -> list[CompiledFrame]:
         name = getattr(metric, "co_name", None)
         if name is None or (metric.start_time_us or 0) <= after:
             continue
-        failed = metric.fail_reason or "" if str(metric.fail_type).rpartition(".")[2] in breaks else ""
+        # A class's name, or its repr in older versions.
+        kind = re.findall(r"\w+", str(metric.fail_type))[-1]
+        failed = metric.fail_reason or "" if kind in breaks else ""
         place = f"{metric.co_filename}:{metric.co_firstlineno}"  # of a resumed frame, where it goes on
         if failed and metric.fail_user_frame_filename and not is_torch_file(metric.fail_user_frame_filename):
             place = f"{metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}"
