@@ -30,11 +30,14 @@ $(MOEPDL_VENV)/.moepdl-installed: pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(PY) -m moe_compiler.demo $(ARGS)
 
+# One process a core, of one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
+
 test: $(STAMP)
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-full: $(STAMP)
-	$(PY) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # Through `python -m`: ruff and mypy are the environment's own.
 lint: $(STAMP)
