@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import time
 import traceback
@@ -127,7 +128,8 @@ def _cell(column: str, built: Built, experts: Experts, eager: _Eager, loaded: di
         if prepare is None:
             return {"status": "none", "text": "not in this version"}
         try:
-            changes = [str(change) for change in prepare(model, **inputs)]
+            # Without the folder of this machine's packages, as all lines of the page.
+            changes = [re.sub(r"\S*site-packages/", "", str(change)) for change in prepare(model, **inputs)]
         except Exception as error:
             return _error("left", "left alone: prepare: ", error)
         if not changes:
