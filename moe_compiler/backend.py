@@ -49,6 +49,7 @@ def moepdl(
     settings = resolve(options, mode=mode, known_names=known_names())
     _warn_untested()
     compilation = Compilation(settings)
+    _note_given_up()
     _REPORTS.append(compilation.report)
     collected = _collected.get()
     if collected is not None:
@@ -101,10 +102,15 @@ def last_reports() -> list[Report]:
 
     Frames that Dynamo gave up since the last call, so that no graph of them reached a backend, have a report too.
     """
+    _note_given_up()
+    return list(_REPORTS)
+
+
+def _note_given_up() -> None:
+    """Reports of the frames that Dynamo gave up lately; ahead of the next compile's, so that the order stays true."""
     seen = {report.frame for report in _REPORTS}
     for frame, record in fragments.WATCH.unseen(seen).items():
         _REPORTS.append(_without_graph(frame, [record]))
-    return list(_REPORTS)
 
 
 def _without_graph(frame: str, records: list[FragmentRecord]) -> Report:

@@ -231,11 +231,11 @@ def _check_place(b: Bindings, pick: Pick) -> None:
 def _is_token(pick: Pick, index: object, of: Node | None = None) -> bool:
     """Does an index name the tokens that an expert picked: whole rows, or each element of the rows of `of`?"""
     rows = row_index(index, of) if isinstance(index, Node) and of is not None else index
-    return isinstance(rows, Node) and len(shape_of(rows)) == 1 and strip_ids(rows) is pick.token
+    return isinstance(rows, Node) and len(shape_of(rows)) == 1 and strip_ids(rows) is strip_ids(pick.token)
 
 
 def _is_choice(pick: Pick, index: object) -> bool:
-    return isinstance(index, Node) and strip_ids(index) is pick.choice
+    return isinstance(index, Node) and strip_ids(index) is strip_ids(pick.choice)
 
 
 def _check_once(b: Bindings, node: Node) -> None:
