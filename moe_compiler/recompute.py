@@ -43,11 +43,20 @@ def _keep(node: Node) -> bool:
     """Mark a node and, behind views and casts, the operator that made the choice."""
     kept = False
     while True:
-        if node.meta.get("recompute") in _RECOMPUTED:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            kept = True
+        kept = _save(node) or kept
         source = node.args[0] if node.args else None
         same = node.target is operator.getitem or op_name(node) in _SAME_CHOICE or aliases_argument(node)
         if node.op != "call_function" or not same or not isinstance(source, Node):
             return kept
+        if node.target is operator.getitem:
+            # Of an operator that is not run again all results are kept: a tuple itself cannot be.
+            for result in source.users:
+                _save(result)
         node = source
+
+
+def _save(node: Node) -> bool:
+    if node.meta.get("recompute") not in _RECOMPUTED:
+        return False
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return True
