@@ -107,6 +107,8 @@ def test_passes_in_order_with_level_numerics_and_text(capsys):
 
 
 def test_env_tells_versions_and_why_there_is_no_pdl(capsys, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MOEPDL_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("MOEPDL_PDL", "off")
     code, out, _ = run(capsys, "env", "--json")
     facts = json.loads(out)
