@@ -63,9 +63,9 @@ class _Writer:
     def __init__(self, node: Node) -> None:
         self.node = node
 
-    def __call__(self, target: Any, *args: Any) -> Node:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.node.graph.inserting_before(self.node):
-            return insert(self.node, target, args)
+            return insert(self.node, target, args, kwargs)
 
     def wide(self, value: Node) -> Node:
         """In fp32 (fp64 stays): fused into the reader, never stored."""
@@ -85,12 +85,19 @@ class _Writer:
 
     def other(self, rule: ActivationRule, up: Node) -> Node:
         """What the activated gate is multiplied with."""
-        up = up if rule.limit is None else self(_aten.clamp.default, up, -rule.limit, rule.limit)
+        if rule.limit is not None:
+            up = self.bound(_aten.maximum.default, self.bound(_aten.minimum.default, up, rule.limit), -rule.limit)
         return self(_aten.add.Scalar, up, rule.shift) if rule.shift else up
+
+    def bound(self, pick: Any, value: Node, limit: float) -> Node:
+        """minimum or maximum with a number; Inductor takes no clamp at this place, it decomposes it earlier."""
+        of = value.meta["val"]
+        number = self(_aten.full.default, [], limit, dtype=of.dtype, device=of.device)
+        return self(pick, value, number)
 
     def activation(self, rule: ActivationRule, gate: Node) -> Node:
         name = rule.name
-        gate = gate if rule.limit is None else self(_aten.clamp.default, gate, None, rule.limit)
+        gate = gate if rule.limit is None else self.bound(_aten.minimum.default, gate, rule.limit)
         if name == "silu":
             inner = gate if rule.alpha == 1.0 else self(_aten.mul.Tensor, gate, rule.alpha)
             return self(_aten.mul.Tensor, gate, self(_aten.sigmoid.default, inner))

@@ -131,3 +131,16 @@ def test_a_symbolic_number_of_tokens_is_left_to_chains():
     function, shapes = block()
     module = make_fx(function, tracing_mode="symbolic")(*[torch.randn(shape) for shape in [(5, H), (5, E), *shapes]])
     assert run_passes(module, (inline_few,), context()) == 0
+
+
+def test_clamps_are_written_as_inductor_takes_them_after_autograd():
+    """aten.clamp has a decomposition ahead of that place, and no lowering there."""
+    function, shapes = block(activation="silu(alpha=1.702,limit=0.2,shift=1.0)")
+    shapes = [(5, H), (5, E), *shapes]
+    inputs = [torch.randn(shape) for shape in shapes]
+    with FakeTensorMode():
+        module = make_fx(function)(*[torch.empty(shape) for shape in shapes])
+    assert run_passes(module, (inline_few,), context()) == 1
+    assert not any("clamp" in str(node.target) for node in module.graph.nodes)
+    compiled = torch._inductor.compile(module, inputs)
+    torch.testing.assert_close(compiled(*inputs), function(*inputs), rtol=1e-5, atol=1e-5)
