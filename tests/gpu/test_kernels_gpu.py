@@ -417,7 +417,9 @@ def test_route_with_bias_groups_and_scale(
             by = _limited(by, **limits)
         torch.testing.assert_close(by.gather(1, ids), by.gather(1, want[1]), rtol=1e-5, atol=1e-6)
         same = (ids == want[1]).all(1)
-        assert same.float().mean() > 0.9 or fill == "0" or kept_groups * (experts // groups) < k
+        # Of equal scores the reference may take another: those of narrow logits, and what a group's fill leaves.
+        ties = dtype is torch.bfloat16 or fill == "0" or kept_groups * (experts // groups) < k
+        assert ties or same.float().mean() > 0.9
         torch.testing.assert_close(weights[same], want[0][same], rtol=1e-4, atol=1e-5)
         grad = torch.randn(tokens, k).cuda()
         ins = {"grad_weights": grad, "logits": logits.cuda(), "ids": want[1].cuda(), "expert_scale": _strided(scale)}
@@ -502,7 +504,7 @@ def test_grad_y_of_another_dtype() -> None:
         torch.ones(1, 1, device="cuda").expand(tokens, 128),
     ):
         like = {"grad_preact": preact, "act": act, "grad_weights": torch.empty(tokens, 2, device="cuda")}
-        ins = {"grad_y": grad_y, "weights": weights, "preact": preact, **expert, "down": down}
+        ins = {"grad_y": grad_y, "weights": weights, "preact": preact, **expert, "down": down, "down_bias": None}
         run("grad_act", like, ins, {"k": 2, "activation": "silu", "gated": True})
         run("grad_down", {"grad_down": down}, {"grad_y": grad_y, "act": act, **expert, "down": down}, {"k": 2})
     assert gate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,24 +72,69 @@ def float64_block(block: torch.nn.Module, x: Tensor) -> Tensor:
     return torch.stack(rows).sum(0).reshape(x.shape)
 
 
+def gpt_oss_block(dtype: torch.dtype, implementation: str) -> torch.nn.Module:
+    """The experts and router of transformers' gpt-oss, small: E=8, k=2, H=32, I=48; it returns the output alone."""
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = modeling.GptOssConfig(
+        num_local_experts=8, num_experts_per_tok=2, hidden_size=32, intermediate_size=48, num_hidden_layers=1
+    )
+    config._experts_implementation = implementation
+
+    class Block(modeling.GptOssMLP):  # type: ignore[misc, name-defined]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[0]
+
+    torch.manual_seed(0)
+    block = Block(config).to(dtype)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return block
+
+
+def float64_gpt_oss(block: torch.nn.Module, x: Tensor) -> Tensor:
+    """The gpt-oss block of `x` [1, T, H] in float64, with the expert ids that the block itself chooses in its dtype."""
+    flat, router, experts = x.reshape(-1, x.shape[-1]), block.router, block.experts
+    ids = torch.topk(torch.nn.functional.linear(flat, router.weight, router.bias), router.top_k, dim=-1).indices
+    wide = flat.double()
+    logits = torch.nn.functional.linear(wide, router.weight.double(), router.bias.double())
+    weights = torch.softmax(logits.gather(1, ids), -1)
+    rows = []
+    for j in range(ids.shape[1]):
+        chosen = ids[:, j]
+        both = torch.einsum("th,thn->tn", wide, experts.gate_up_proj.double()[chosen])
+        both = both + experts.gate_up_proj_bias.double()[chosen]
+        gate, up = both[:, ::2].clamp(max=experts.limit), both[:, 1::2].clamp(-experts.limit, experts.limit)
+        act = (up + 1) * gate * torch.sigmoid(gate * experts.alpha)
+        row = torch.einsum("ti,tih->th", act, experts.down_proj.double()[chosen])
+        rows.append((row + experts.down_proj_bias.double()[chosen]) * weights[:, j : j + 1])
+    return torch.stack(rows).sum(0).reshape(x.shape)
+
+
 def gradients(module: torch.nn.Module, out: Tensor, x: Tensor, grad: Tensor) -> list[Tensor]:
     """Gradients of x and of every parameter of the module."""
     return list(torch.autograd.grad(out, [x, *module.parameters()], grad.to(out.dtype)))
 
 
 def assert_block_is_accurate(
-    compiled: Any, block: torch.nn.Module, tokens: int, dtype: torch.dtype, device: str
+    compiled: Any,
+    block: torch.nn.Module,
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    float64: Callable[[torch.nn.Module, Tensor], Tensor] = float64_block,
+    draws: int = 1,
 ) -> None:
-    """Output and gradients of a compiled Qwen3 block for some number of tokens, by the accuracy rule.
+    """Output and gradients of a compiled block (H=32) for some number of tokens, by the accuracy rule. `float64`: what
+    the block computes, in float64. `draws`: how many inputs, at least, are judged together.
 
     One or two tokens are drawn several times and judged together: the error of a single token's router gradient is the
     luck of one cancellation.
     """
-    draws = max(16 // tokens, 1) if tokens else 1
+    draws = max(16 // tokens, draws) if tokens else 1
     found: list[list[tuple[Tensor, Tensor, Tensor]]] = []
     for _ in range(draws):
         x = torch.randn(1, tokens, 32, device=device).to(dtype).requires_grad_()
-        out, eager, exact = compiled(x), block(x), float64_block(block, x)
+        out, eager, exact = compiled(x), block(x), float64(block, x)
         grad = torch.randn(exact.shape, dtype=torch.float64, device=device)
         triples = zip(*(gradients(block, y, x, grad) for y in (out, eager, exact)), strict=True)
         found.append([(out, eager, exact), *triples])
