@@ -198,8 +198,10 @@ def test_repeated_launches_compute_what_first_ones_do(name, monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_gpt_oss_is_accurate(implementation):
-    """Biases, interleaved columns, clamps: forward and backward for few, some and many tokens. Sixteen inputs together: the
-    gradient of the router's bias is eight numbers, each one cancellation."""
+    """Biases, interleaved columns, clamps: forward and backward for few, some and many tokens.
+
+    Sixteen inputs are judged together: the gradient of the router's bias is eight numbers, each one cancellation.
+    """
     block = gpt_oss_block(torch.bfloat16, implementation).cuda()
     ours = compiled(block)
     for tokens in (1, 3, 40, 900):
