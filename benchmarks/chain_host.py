@@ -66,12 +66,18 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def measure(weights: str, tokens: int, backward: bool) -> list[dict[str, Any]]:
+def compiled_block(weights: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A block of SIZES on the GPU. One graph serves every T above 1: a loop over 128 experts is long to trace."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    module = examples()[WEIGHTS[weights]](dtype=torch.bfloat16, **SIZES).module.cuda().requires_grad_(backward)
+    module = examples()[WEIGHTS[weights]](dtype=torch.bfloat16, **SIZES).module.cuda()
+    return torch.compile(module, backend=backend_or_function("moepdl"), fullgraph=True, dynamic=True)
+
+
+def measure(
+    compiled: Callable[[torch.Tensor], torch.Tensor], weights: str, tokens: int, backward: bool
+) -> list[dict[str, Any]]:
     x = torch.randn(tokens, SIZES["hidden"], dtype=torch.bfloat16, device="cuda", requires_grad=backward)
-    compiled = torch.compile(module, backend=backend_or_function("moepdl"), fullgraph=True, dynamic=False)
 
     def step() -> None:
         with torch.set_grad_enabled(backward):
@@ -117,10 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = p.parse_args(argv)
     ignore_known_warnings()
     rows: list[dict[str, Any]] = []
+    began = time.perf_counter()
     for weights in WEIGHTS:
-        for tokens in arguments.tokens:
-            rows += measure(weights, tokens, False)
-        rows += measure(weights, 1024, True)[1:]
+        compiled = compiled_block(weights)
+        for tokens, backward in [*((tokens, False) for tokens in arguments.tokens), (1024, True)]:
+            rows += measure(compiled, weights, tokens, backward)[int(backward) :]
+            print(f"[{time.perf_counter() - began:.0f}s] {rows[-1]}", flush=True)
         notes = [
             ", ".join(f"{key} {value}" for key, value in SIZES.items()) + ", bf16; medians, us of host time a call.",
             "first: sizes that are new; again: every later call. Chains whose run cannot be repeated say no.",
