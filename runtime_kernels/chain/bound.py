@@ -3,7 +3,8 @@
 What leads to a launch (layouts, tiles, tensor descriptors, the handle of the compiled kernel) depends only on the
 sizes, strides and dtypes of the operands, on where the weights are, and on which addresses are aligned. The first run
 with given ones is watched by a `Binder`; a later run allocates the outputs and one block of memory for everything in
-between, puts the addresses into the noted arguments and starts the kernels. Where that would not be the same again (an
+between, puts the addresses into the noted arguments and starts the kernels: by the driver alone where that can be
+(`direct`), else through triton. Where that would not be the same again (an
 operand had to be copied, a table of addresses is written at each call) nothing is bound, and every run goes the long
 way.
 
@@ -24,6 +25,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_compiler.runtime_kernels.chain import direct
 from moe_compiler.runtime_kernels.launching import Start, Trace
 
 _ALIGNMENT = 512
@@ -31,7 +33,10 @@ _ALIGNMENT = 512
 
 @dataclass
 class _Start:
-    """One launch: `arguments` with the addresses at `places` still to be put in, from these slots."""
+    """One launch: `arguments` with the addresses at `places` still to be put in, from these slots.
+
+    scratch: whether triton allocates memory for the kernel at each launch.
+    """
 
     kernel: str
     run: Callable[..., None]
@@ -40,6 +45,15 @@ class _Start:
     programs: int
     arguments: list[Any]
     places: list[tuple[int, int]]
+    pdl: bool
+    scratch: bool
+
+    def __call__(self, addresses: list[int], stream: int) -> None:
+        """Launch through triton."""
+        arguments = self.arguments.copy()
+        for place, slot in self.places:
+            arguments[place] = addresses[slot]
+        self.run(self.programs, 1, 1, stream, self.function, self.metadata, None, None, None, *arguments)
 
 
 @dataclass
@@ -65,7 +79,7 @@ class _Address:
 class Bound:
     """The launches of a chain. Call it with the chain's operands; it returns the outputs.
 
-    launching: the kernel that was started last, for a message about it. tables: what it keeps alive.
+    tables: what it keeps alive.
     """
 
     def __init__(
@@ -78,8 +92,10 @@ class Bound:
         tables: Sequence[Tensor],
     ) -> None:
         self.tables = tuple(tables)
-        self.launching = ""
         self._starts = tuple(starts)
+        self._at = 0
+        self._direct: direct.Direct | None = None
+        self._asked = any(start.scratch for start in starts)
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
         self._offsets = tuple(offsets)
@@ -96,13 +112,28 @@ class Bound:
             addresses += [base + offset for offset in self._offsets]
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
-        for start in self._starts:
-            self.launching = start.kernel
-            arguments = start.arguments.copy()
-            for place, slot in start.places:
-                arguments[place] = addresses[slot]
-            start.run(start.programs, 1, 1, stream, start.function, start.metadata, None, None, None, *arguments)
+        if not self._asked and not torch.cuda.is_current_stream_capturing():
+            self._asked = True
+            self._direct = self._by_the_driver(len(addresses))
+        if self._direct is not None:
+            self._direct(addresses, stream)
+            return outputs
+        for index, start in enumerate(self._starts):
+            self._at = index
+            start(addresses, stream)
         return outputs
+
+    @property
+    def launching(self) -> str:
+        """The kernel that was started last, for a message about it."""
+        return self._starts[self._at if self._direct is None else self._direct.launching].kernel
+
+    def _by_the_driver(self, slots: int) -> direct.Direct | None:
+        launches = [
+            direct.Launch(start, start.function, [slot for _, slot in start.places], start.pdl)
+            for start in self._starts
+        ]
+        return direct.prepare(launches, slots)
 
 
 def watched() -> bool:
@@ -177,8 +208,21 @@ class Binder:
                 descriptor.base = _Address(base)
                 arguments.append(descriptor)
         arguments += [*start.numbers, *start.constants.values(), start.pdl]
-        name, metadata = start.kernel.__name__, handle.packed_metadata
-        self._starts.append(_Start(name, handle.run, handle.function, metadata, start.programs, arguments, places))
+        told = handle.metadata
+        scratch = bool(getattr(told, "global_scratch_size", 0) or getattr(told, "profile_scratch_size", 0))
+        self._starts.append(
+            _Start(
+                kernel=start.kernel.__name__,
+                run=handle.run,
+                function=handle.function,
+                metadata=handle.packed_metadata,
+                programs=start.programs,
+                arguments=arguments,
+                places=places,
+                pdl=start.pdl,
+                scratch=scratch,
+            )
+        )
 
     def finish(self, outputs: Sequence[Tensor]) -> Bound | None:
         """The run as a Bound, or None where it cannot be repeated. `outputs` are among the allocated buffers."""

@@ -22,7 +22,7 @@ from moe_compiler.runtime_kernels.chain.prepared import PreparedBuffer, prepare
 class Handle:
     """A compiled kernel that notes what it is started with."""
 
-    function, packed_metadata = "function", "metadata"
+    function, packed_metadata, metadata = "function", "metadata", None
 
     def __init__(self, started: list[tuple[str, tuple]]) -> None:
         self.started = started

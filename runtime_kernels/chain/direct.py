@@ -1,0 +1,197 @@
+"""Launches made by the driver alone: all arguments lie ready in memory, and only addresses change from run to run.
+
+A launch through triton goes through Python for each argument, and encodes a tensor descriptor anew each time. Here what
+the kernel is given is read off once: the launch is captured by the driver, unexecuted, with a mark in the place of
+each address that changes, and the captured node says which bytes the kernel's parameters are. From then on a run
+writes its addresses into one array, which the parameters of all launches point into, and calls cuLaunchKernelEx.
+
+What the driver does not tell is not guessed: `prepare` then returns None, and the launches stay triton's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from moe_compiler.runtime_kernels import cuda_driver as cuda
+
+__all__ = ["Direct", "Launch", "prepare"]
+
+# No address: those of devices have 48 bits or fewer. A mark and a slot's number are told apart by the low half.
+_MARK = 0x5A5A5A5A << 32
+# A tensor descriptor lies at a multiple of 64 bytes, by the driver's rule; a compiler may ask for 128.
+_ALIGNMENT = 128
+
+
+class Direct:
+    """A sequence of launches. Call it with the addresses of all slots and the handle of a stream.
+
+    launching: the index of the launch that was made last.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[cuda.LaunchConfig],
+        functions: Sequence[int],
+        parameters: Sequence[Any],
+        slots: Any,
+        copies: Sequence[_Copies],
+    ) -> None:
+        self.launching = 0
+        self._slots = slots
+        self._size = len(slots)
+        self._configs = tuple(configs)
+        # What the parameters point to lies here; bare pointers do not keep it alive.
+        self._copies = tuple(copies)
+        self._stream = 0
+        self._lock = threading.Lock()
+        self._launch = cuda.function("cuLaunchKernelEx")
+        self._calls = [
+            (ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
+            for config, function, pointers in zip(configs, functions, parameters, strict=True)
+        ]
+
+    def __call__(self, addresses: list[int], stream: int) -> None:
+        """Raises cuda_driver.DriverError, naming the driver's answer."""
+        launch = self._launch
+        # Another thread may run the same chain, on a stream of its own: the driver has read all it needs on return.
+        with self._lock:
+            self._slots[: self._size] = addresses
+            if stream != self._stream:
+                self._stream = stream
+                for config in self._configs:
+                    config.stream = stream
+            for index, call in enumerate(self._calls):
+                status = launch(*call)
+                if status:
+                    self.launching = index
+                    cuda.check(status, "launch a kernel")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as triton makes it.
+
+    make      makes it, given the addresses of all slots and the handle of a stream
+    function  the kernel's CUfunction
+    given     the slots whose addresses are parameters of it, each as often as it is one
+    pdl       whether it is launched programmatically
+    """
+
+    make: Callable[[list[int], int], None]
+    function: int
+    given: Sequence[int]
+    pdl: bool
+
+
+def prepare(launches: Sequence[Launch], slots: int) -> Direct | None:
+    """The launches as the driver makes them, or None when it cannot be told what they are.
+
+    Nothing is executed. The current stream must not be capturing.
+    """
+    marks = [_MARK + slot for slot in range(slots)]
+    memory = (ctypes.c_uint64 * slots)()
+    configs, parameters, copies = [], [], []
+    try:
+        with _stream() as stream:
+            for launch in launches:
+                with _captured(launch, marks, stream) as node:
+                    found = _read(node, launch, memory)
+                if found is None:
+                    return None
+                configs.append(found[0])
+                parameters.append(found[1])
+                copies.append(found[2])
+        return Direct(configs, [launch.function for launch in launches], parameters, memory, copies)
+    except RuntimeError:
+        return None
+
+
+@contextmanager
+def _stream() -> Iterator[Any]:
+    """A stream to capture on."""
+    stream = ctypes.c_void_p()
+    cuda.check(
+        cuda.function("cuStreamCreate")(ctypes.byref(stream), ctypes.c_uint(cuda.STREAM_NON_BLOCKING)),
+        "create a stream",
+    )
+    try:
+        yield stream
+    finally:
+        cuda.function("cuStreamDestroy_v2")(stream)
+
+
+@contextmanager
+def _captured(launch: Launch, marks: list[int], stream: Any) -> Iterator[int]:
+    """The node of a launch that is captured instead of made. Raises DriverError."""
+    begin, end = cuda.function("cuStreamBeginCapture_v2"), cuda.function("cuStreamEndCapture")
+    cuda.check(begin(stream, ctypes.c_int(cuda.CAPTURE_RELAXED)), "begin to capture a launch")
+    graph = ctypes.c_void_p()
+    try:
+        try:
+            launch.make(marks, stream.value or 0)
+        finally:
+            status = end(stream, ctypes.byref(graph))
+        cuda.check(status, "end the capture of a launch")
+        nodes = cuda.nodes_of(graph)
+        if len(nodes) != 1:
+            raise cuda.DriverError(f"a launch was captured as {len(nodes)} nodes")
+        yield nodes[0]
+    finally:
+        if graph.value:
+            cuda.function("cuGraphDestroy")(graph)
+
+
+def _read(node: int, launch: Launch, memory: Any) -> tuple[cuda.LaunchConfig, Any, _Copies] | None:
+    """The configuration of a captured launch and where its parameters lie; None if it is not what `launch` says.
+
+    A parameter that holds a mark is to be read from `memory`, at the mark's slot; the others are copied.
+    """
+    read = cuda.KernelNode()
+    get = cuda.function("cuGraphKernelNodeGetParams_v2")
+    cuda.check(get(ctypes.c_void_p(node), ctypes.byref(read)), "tell a node's parameters")
+    # A launch in clusters, or one whose programs wait for each other, needs attributes that are not set here.
+    if cuda.node_attribute(node, cuda.CLUSTER_DIMENSION)[0] > 1 or cuda.node_attribute(node, cuda.COOPERATIVE)[0]:
+        return None
+    sizes = cuda.parameter_sizes(launch.function)
+    if not read.parameters or read.extra:
+        return None
+    kept = _Copies(sizes)
+    pointers = (ctypes.c_void_p * len(sizes))()
+    given = []
+    for index, size in enumerate(sizes):
+        source = read.parameters[index]
+        value = ctypes.c_uint64.from_address(source).value if size == 8 else 0
+        if value & ~0xFFFFFFFF == _MARK:
+            given.append(value - _MARK)
+            pointers[index] = ctypes.addressof(memory) + 8 * given[-1]
+        else:
+            pointers[index] = kept.copy(source, size)
+    if sorted(given) != sorted(launch.given):
+        return None
+    config = cuda.LaunchConfig(grid=read.grid, block=read.block, shared=read.shared)
+    if launch.pdl:
+        attribute = cuda.LaunchAttribute(id=cuda.PROGRAMMATIC_STREAM_SERIALIZATION)
+        attribute.value[0] = 1
+        config.attributes = ctypes.pointer(attribute)
+        config.count = 1
+    return config, pointers, kept
+
+
+class _Copies:
+    """Memory for the parameters of one launch, each aligned as a tensor descriptor must be."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._memory = (ctypes.c_ubyte * (sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes) + _ALIGNMENT))()
+        self._next = -(-ctypes.addressof(self._memory) // _ALIGNMENT) * _ALIGNMENT
+
+    def copy(self, source: int, size: int) -> int:
+        """The address of a copy of `size` bytes at the address `source`."""
+        place = self._next
+        ctypes.memmove(place, source, size)
+        self._next += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return place
