@@ -110,8 +110,7 @@ class Bound:
             block = torch.empty(self._size, dtype=torch.uint8, device=device)
             base = block.data_ptr()
             addresses += [base + offset for offset in self._offsets]
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
+        stream = driver.active.get_current_stream(device.index)
         if not self._asked and not torch.cuda.is_current_stream_capturing():
             self._asked = True
             self._direct = self._by_the_driver(len(addresses))

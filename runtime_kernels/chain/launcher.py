@@ -9,6 +9,8 @@ The first run with given sizes and weights goes this way and is watched; later o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,30 +36,46 @@ class KernelLaunchError(RuntimeError):
         self.cause = cause
 
 
-def run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-    """Run the program on the current stream. Raises ProgramError for a faulty program, KernelLaunchError."""
-    # Here and not above: without a GPU nothing needs triton.
+@lru_cache
+def _triton_side() -> tuple[ModuleType, ModuleType]:
+    """The modules `bound` and `launching`. Without a GPU nothing needs triton, which they import."""
+    from moe_compiler.runtime_kernels import launching
     from moe_compiler.runtime_kernels.chain import bound
-    from moe_compiler.runtime_kernels.launching import is_recording, precision, tracing
 
+    return bound, launching
+
+
+def run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    """Run the program on the current stream of the tensors' device.
+
+    Raises ProgramError for a faulty program, KernelLaunchError.
+    """
+    first = tensors[0]
+    if first.is_cuda and torch.cuda.current_device() != first.get_device():
+        with torch.cuda.device(first.device):
+            return run(tensors, text)
+    bound, launching = _triton_side()
     program = prepare(text)
     key = program.signature(tensors)
     if program.weights_dtype(tensors) is torch.float32:
-        key = (*key, precision(torch.float32))
+        key = (*key, launching.precision(torch.float32))
     known = program.bound.get(key, _NEW)
-    if isinstance(known, bound.Bound):
-        if not bound.watched() and not (known.tables and torch.cuda.is_current_stream_capturing()):
-            try:
-                return known(tensors)
-            except Exception as error:
-                raise KernelLaunchError(program.name, "bound", known.launching, error) from error
-    elif known is _NEW and not is_recording() and program.tokens_of(tensors) != 0:
-        with tracing() as trace:
-            binder = bound.Binder(trace, tensors, program.are_weights)
-            outputs = _run(program, tensors, binder)
-        program.keep(key, binder.finish(outputs))
-        return outputs
-    return _run(program, tensors, None)
+    if known is None:
+        return _run(program, tensors, None)
+    if known is not _NEW:
+        if bound.watched() or (known.tables and torch.cuda.is_current_stream_capturing()):
+            return _run(program, tensors, None)
+        try:
+            return known(tensors)  # type: ignore[no-any-return]
+        except Exception as error:
+            raise KernelLaunchError(program.name, "bound", known.launching, error) from error
+    if launching.is_recording() or program.tokens_of(tensors) == 0:
+        return _run(program, tensors, None)
+    with launching.tracing() as trace:
+        binder = bound.Binder(trace, tensors, program.are_weights)
+        outputs = _run(program, tensors, binder)
+    program.keep(key, binder.finish(outputs))
+    return outputs
 
 
 def _run(program: PreparedProgram, tensors: Sequence[Tensor], binder: Binder | None) -> list[Tensor]:

@@ -77,6 +77,7 @@ class PreparedProgram:
         self.are_weights = [
             count is not None for _, _, count in self._slots for _ in range(1 if count is None else count)
         ]
+        self._weight = self.are_weights.index(True) if True in self.are_weights else None
         # Runs that the launcher can repeat, by signature, and None for those that it cannot.
         self.bound: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         starts = {name: start for name, start, _ in self._slots}
@@ -114,7 +115,7 @@ class PreparedProgram:
 
     def weights_dtype(self, tensors: Sequence[Tensor]) -> torch.dtype | None:
         """The dtype that the chain's matmuls compute in, None for a chain without any."""
-        return tensors[self.are_weights.index(True)].dtype if True in self.are_weights else None
+        return None if self._weight is None else tensors[self._weight].dtype
 
     def keep(self, signature: tuple[Any, ...], bound: Any) -> None:
         """Remember how to repeat a run, at the cost of the one that was remembered first when there are too many."""

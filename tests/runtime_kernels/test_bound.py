@@ -189,6 +189,35 @@ def test_a_profiler_that_listens_gets_every_launch(make_block, started, monkeypa
     assert kinds(started, inputs, text) == {"long"}
 
 
+def test_a_chain_runs_on_the_device_of_its_tensors(make_block, started, monkeypatch):
+    current, entered = [1], []
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(self.device)
+            current[0], self.before = 0, current[0]
+
+        def __exit__(self, *error):
+            current[0] = self.before
+
+    class OnFirst(torch.Tensor):
+        is_cuda = True
+
+        def get_device(self):
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    block = make_block(tokens=6, layout="packed").detached()
+    text, inputs = forward_program(block).to_text(), forward_inputs(block)
+    inputs[0] = inputs[0].as_subclass(OnFirst)
+    launcher.run(inputs, text)
+    assert entered == [inputs[0].device] and current == [1]
+
+
 def test_a_failing_repetition_names_the_kernel(make_block, started):
     block = make_block(tokens=6, layout="packed").detached()
     text, inputs = forward_program(block).to_text(), forward_inputs(block)
