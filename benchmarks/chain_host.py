@@ -119,12 +119,13 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    p.add_argument("--weights", nargs="*", choices=WEIGHTS, default=list(WEIGHTS))
     p.add_argument("--out", type=Path, default=RESULTS)
     arguments = p.parse_args(argv)
     ignore_known_warnings()
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
-    for weights in WEIGHTS:
+    for weights in arguments.weights:
         compiled = compiled_block(weights)
         for tokens, backward in [*((tokens, False) for tokens in arguments.tokens), (1024, True)]:
             rows += measure(compiled, weights, tokens, backward)[int(backward) :]

@@ -369,6 +369,20 @@ def _compile(
     return kernel.warmup(*operands, *numbers, **constants, PDL=pdl, grid=(1, 1, 1), **options)
 
 
+def compile_recorded(start: Start) -> None:
+    """Compile what `recording` collected for the current device, so that a later launch finds it in triton's cache."""
+    _compile(
+        start.kernel,
+        start.operands,
+        start.numbers,
+        start.constants,
+        start.pdl,
+        start.warps,
+        start.stages,
+        start.registers,
+    )
+
+
 def _waits_as_it_must(handle: Any) -> bool:
     """Whether the machine code keeps the rules of programmatic launch; if not, a warning says what it does."""
     from moe_compiler.runtime_kernels.audit import audited

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections import Counter
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from moe_compiler import device
 from moe_compiler.backend import last_reports, moepdl
+from moe_compiler.block_program import BlockSizes, forward_program, inputs_of, weights_of
 from moe_compiler.errors import KernelError
 from moe_compiler.graph_edges import read_edges
 from moe_compiler.runtime_kernels import registry
@@ -187,6 +190,9 @@ def test_repeated_launches_compute_what_first_ones_do(name, monkeypatch):
     monkeypatch.setattr(bound.Bound, "__call__", lambda self, tensors: known.update([id(self)]) or call(self, tensors))
     repeated = [run(ours, *each) for each in calls]
     assert known.total() >= 3 * 4, "runs after the first with a number of tokens are repeated"
+    found = [each for each in gc.get_objects() if isinstance(each, bound.Bound)]
+    assert {id(each) for each in found} >= set(known)
+    assert all(each._direct is not None for each in found if id(each) in known), "the driver makes the launches"
     monkeypatch.setattr(PreparedProgram, "keep", lambda self, signature, found: None)
     ours = compile_anew()
     known.clear()
@@ -194,6 +200,30 @@ def test_repeated_launches_compute_what_first_ones_do(name, monkeypatch):
         for one, other in zip(run(ours, *each), found, strict=True):
             assert torch.equal(one, other)
     assert not known
+
+
+def test_threads_on_streams_of_their_own_share_a_chain():
+    """A repeated run writes its addresses into memory that all threads share."""
+    sizes = BlockSizes(experts=16, k=2, hidden=128, intermediate=64)
+    weights = weights_of(sizes, "cuda")
+    text = forward_program(sizes).to_text()
+    operands = [inputs_of(sizes, 40, weights, "cuda") for _ in range(4)]
+    expected = [torch.ops.moepdl.chain(tensors, text)[0] for tensors in operands]
+    torch.cuda.synchronize()
+    wrong: list[str] = []
+
+    def work(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for turn in range(300):
+                if not torch.equal(torch.ops.moepdl.chain(operands[index], text)[0], expected[index]):
+                    wrong.append(f"thread {index}, run {turn}")
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:5]
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])

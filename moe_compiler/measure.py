@@ -1,0 +1,130 @@
+"""Device time of a chain's launches, one by one and as a whole, for calibration and benchmarks. Needs a CUDA GPU.
+
+A time is that of one CUDA graph of calls over different inputs, replayed, divided by the calls: the median of the
+replays, in microseconds. Inputs rotate so that no call finds its activations in the cache; their weights are one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import moe_compiler.runtime_kernels.register  # noqa: F401 - defines the operators
+from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
+from moe_compiler.runtime_kernels.chain.prepared import Value, prepare
+
+__all__ = ["Measured", "compile_ahead", "graph_us", "measure_block"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """launches: (kernel, microseconds) of each launch by itself, launched plainly; chain_us by "pdl" and "plain"."""
+
+    launches: tuple[tuple[str, float], ...]
+    chain_us: dict[str, float]
+
+
+def graph_us(call: Callable[[int], object], inputs: int, *, replays: int = 12, repeat: int = 1) -> float:
+    """Median microseconds a call of `call(i)`, i in range(inputs), `repeat` rounds of them in one graph."""
+    for i in range(inputs):
+        call(i)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            for i in range(inputs):
+                call(i)
+    times = []
+    for turn in range(replays + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if turn > 1:
+            times.append(begin.elapsed_time(end) * 1e3 / (inputs * repeat))
+    return statistics.median(times)
+
+
+def measure_block(
+    sizes: BlockSizes, tokens: int, weights: dict[str, list[Tensor]], *, backward: bool = False, chains: bool = True
+) -> Measured:
+    """Times of the forward or the backward chain of a block of these sizes for T tokens, on the current device."""
+    count = 1 if backward else 8 if tokens < 2048 else 2
+    program = (backward_program if backward else forward_program)(sizes)
+    prepared = prepare(program.to_text())
+    operands = [inputs_of(sizes, tokens, weights, "cuda", backward=backward) for _ in range(count)]
+    variant = prepared.variant(prepared.bind(operands[0])[1])
+    runs: list[dict[str, Value]] = []
+    for tensors in operands:
+        values, numbers = prepared.bind(tensors)
+        for launch in variant.launches:
+            for _, buffer in launch.outs:
+                values[buffer.name] = buffer.allocate(numbers, values, tensors[0].device)
+        runs.append(values)
+
+    def made(index: int, run: int) -> None:
+        launch, values = variant.launches[index], runs[run]
+        outs = {parameter: values[buffer.name] for parameter, buffer in launch.outs}
+        ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
+        launch.kernel.launch(outs, ins, launch.attrs, pdl=False)
+
+    for run in range(count):
+        for index in range(len(variant.launches)):
+            made(index, run)
+    times = []
+    for index, launch in enumerate(variant.launches):
+        once = graph_us(lambda run, index=index: made(index, run), count, replays=3)  # type: ignore[misc]
+        repeat = max(1, min(16, int(400 / (once * count + 1))))
+        times.append(
+            (launch.kernel.name, graph_us(lambda run, index=index: made(index, run), count, repeat=repeat))  # type: ignore[misc]
+        )
+    found = {}
+    for name, pdl in (("plain", False), ("pdl", True)) if chains else ():
+        text = (backward_program if backward else forward_program)(sizes, pdl=pdl).to_text()
+        found[name] = graph_us(lambda run, text=text: torch.ops.moepdl.chain(operands[run], text), count)  # type: ignore[misc]
+    return Measured(tuple(times), found)
+
+
+def _compile(job: tuple[BlockSizes, int, bool, tuple[bool, ...]]) -> int:
+    """Compile what a block launches for T tokens, into triton's cache; how many kernels that were."""
+    from moe_compiler.runtime_kernels import launching
+    from moe_compiler.runtime_kernels.chain import launcher
+
+    sizes, tokens, backward, ways = job
+    operands = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
+    done = 0
+    for pdl in ways:
+        text = (backward_program if backward else forward_program)(sizes, pdl=pdl).to_text()
+        with launching.recording() as starts:
+            launcher.run(operands, text)
+        for start in starts:
+            launching.compile_recorded(start)
+            done += 1
+    return done
+
+
+def compile_ahead(
+    jobs: Sequence[tuple[BlockSizes, int, bool]], *, workers: int, ways: tuple[bool, ...] = (False, True)
+) -> float:
+    """Compile the kernels of these (sizes, T, backward) in worker processes; seconds that it took.
+
+    Nothing is launched, and no memory of the device is taken but the workers' contexts.
+    """
+    began = time.perf_counter()
+    if workers > 1 and len(jobs) > 1:
+        with ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(_compile, [(*job, ways) for job in jobs]))
+    return time.perf_counter() - began
