@@ -3,8 +3,9 @@
     python -m benchmarks.chain_host              # on one GPU; writes docs/benchmarks/chain_host.json and .md
 
 Chains of a block as in Qwen3-30B-A3B (E=128, k=8, H=2048, I=768, bf16), with packed weights and with one tensor an
-expert. "first": a run with sizes that are new (kernels compiled already); "again": every later one. Calls are made in
-bursts of 16 on an idle device, so none waits for a full queue.
+expert. "first": a run with sizes that are new (kernels compiled already); "again": every later one, and "through
+triton" the same with each launch made by triton; "launches alone": the calls of the driver, without the operator
+around them. Calls are made in bursts of 16 on an idle device, so none waits for a full queue.
 """
 
 from __future__ import annotations
@@ -66,6 +67,24 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
+def _by_triton(bound: Any, again: Callable[[], None]) -> float:
+    """Host time of a repeated run whose launches triton makes."""
+    direct, bound._direct = bound._direct, None
+    try:
+        return host_us(again)
+    finally:
+        bound._direct = direct
+
+
+def _alone(bound: Any) -> float | None:
+    """Host time of a repeated run's launches by themselves; None where triton makes them."""
+    direct = bound._direct
+    if direct is None:
+        return None
+    addresses, stream = list(direct._slots), torch.cuda.current_stream().cuda_stream
+    return host_us(lambda: direct(addresses, stream))
+
+
 def compiled_block(weights: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """A block of SIZES on the GPU. One graph serves every T above 1: a loop over 128 experts is long to trace."""
     torch.manual_seed(0)
@@ -99,8 +118,11 @@ def measure(
             program.bound.clear()
             call()
 
+        first_us = host_us(first)
         again()
-        bound = any(value is not None for value in program.bound.values())
+        again_us = host_us(again)
+        bound = [value for value in program.bound.values() if value is not None][-1:]
+        triton_us, alone_us = (_by_triton(bound[0], again), _alone(bound[0])) if bound else (None, None)
         launches = len(program.variant([tokens] * 8).launches)
         rows.append(
             {
@@ -108,8 +130,10 @@ def measure(
                 "weights": weights,
                 "T": tokens,
                 "launches": launches,
-                "first us": round(host_us(first), 1),
-                "again us": round(host_us(again), 1),
+                "first us": round(first_us, 1),
+                "through triton us": triton_us and round(triton_us, 1),
+                "again us": round(again_us, 1),
+                "launches alone us": alone_us and round(alone_us, 1),
                 "repeated": "yes" if bound else "no",
             }
         )
