@@ -6,6 +6,7 @@
     moepdl opt GRAPH.py --passes a,b [--out F]  run passes on a graph of a dump
     moepdl report DUMP -o report.html           a dump as .html, .json, .txt, .dot or .mmd
     moepdl diff DUMP [pass]                     what each pass changed
+    moepdl calibrate                            measure this GPU, so that predicted times are its own (a minute)
     moepdl env                                  versions, device, and whether kernels can be chained programmatically
 
 Every command takes `--json`. Exit codes: 0 done, 1 failed, 2 called wrongly. An error says what, why and what to try;
@@ -123,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     diff = command("diff", _diff, "what each pass changed in the graphs of a dump, as unified diffs")
     diff.add_argument("dump", type=Path, metavar="DUMP", help="the folder of options['dump'], or a frame in it")
     diff.add_argument("name", nargs="?", metavar="PASS", help="only this pass")
+    calibrate = command("calibrate", _calibrate, "measure this GPU, so that predicted times are its own (a minute)")
+    calibrate.add_argument("--workers", type=int, help="processes that compile kernels; by default one a core")
+    calibrate.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the table here, not where it is used")
     command("env", _env, "versions, device, options set in the environment, and whether PDL is possible here")
     return parser
 
@@ -372,6 +376,26 @@ def _diff(options: argparse.Namespace) -> int:
         if len(frames) > 1:
             print(f"# {entry['frame']}")
         print(entry["diff"], end="")
+    return DONE
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from moe_compiler.calibrate import calibrate
+
+    try:
+        model, path = calibrate(
+            workers=options.workers, path=options.out, say=lambda text: print(f"moepdl: {text}", file=sys.stderr)
+        )
+    except RuntimeError as error:
+        raise MoepdlError(
+            f"nothing was calibrated: {error}",
+            why="predicted times are measured on the GPU that they are for",
+            try_="run it where torch.cuda.is_available(); without a calibration the shipped tables are used",
+        ) from error
+    if options.json:
+        _print_json({"path": str(path), "device": model.device, "kernels": sorted(model.kernels)})
+    else:
+        print(path)
     return DONE
 
 

@@ -152,7 +152,7 @@ class Compilation:
     def finish_phase(self, phase: str) -> None:
         """Store what the phase reported beside the cache, and write the dump anew."""
         part = self.report.to_dict()
-        data: dict[str, Any] = {"pdl_off": self.report.pdl_off}
+        data: dict[str, Any] = {"pdl_off": self.report.pdl_off, "predictions": self.report.predictions}
         for name in _PHASE_FIELDS:
             data[name] = [item for item in part[name] if phase in (item.get("phase"), item.get("direction"))]
         if self._store is not None:
@@ -168,7 +168,7 @@ class Compilation:
         stored = Report.from_dict({**self.report.to_dict(), **data})
         for name in _PHASE_FIELDS:
             getattr(self.report, name).extend(getattr(stored, name))
-        self.report.pdl_off = stored.pdl_off
+        self.report.pdl_off, self.report.predictions = stored.pdl_off, stored.predictions
         self.report.notes.append(f"{phase} graph loaded from the compile cache")
         return True
 

@@ -1,7 +1,8 @@
-"""Bytes and floating-point operations of a stage, as sympy expressions in T, k, E, H, I.
+"""Bytes, floating-point operations and work of a stage or kernel, as sympy expressions in T, k, E, H, I.
 
-Roofline terms only: every operand read once, every result written once; an expert's weights count once for each
-expert that is expected to get a token under uniform routing, E * (1 - (1 - k/E)^T). Times are not predicted here.
+Roofline terms: every operand read once, every result written once; an expert's weights count once for each expert that
+is expected to get a token under uniform routing, E * (1 - (1 - k/E)^T). The work is what the tiles of a kernel do: a
+tile of rows that an expert fills in part takes the time of a whole one. Times are `device_model`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import sympy
 
-__all__ = ["StageCost", "stage_cost"]
+__all__ = ["StageCost", "T", "costs_known", "stage_cost"]
 
 T, K, E, H, I, N, W = sympy.symbols("T k E H I N w", integer=True, positive=True)
 _PAIRS = T * K
@@ -20,31 +21,57 @@ _HIT = E * (1 - (1 - K / E) ** T)
 
 @dataclass(frozen=True)
 class StageCost:
-    """bytes moved and FLOPs of one stage; expressions in T once the block's sizes are substituted."""
+    """bytes moved, FLOPs and work of one stage; expressions in T once the block's sizes are substituted.
+
+    work: FLOPs with the rows that pad tiles; for the kernels that compute none, the steps that their time grows with.
+    """
 
     bytes: sympy.Expr
     flops: sympy.Expr
+    work: sympy.Expr
 
+
+# Rows that each expert adds to fill its last tile, on average: half of the half tile that kernels end with.
+_PADDED = _PAIRS + 32 * _HIT
+# For the gradients of weights the rows are the depth of the product, in steps of 32.
+_PADDED_DEPTH = _PAIRS + 16 * _HIT
+_GATE_UP = (_HIT * N * H * W + T * H * W + _PAIRS * I * W, 2 * _PAIRS * N * H, 2 * _PADDED * N * H)
+_DOWN = (_HIT * I * H * W + _PAIRS * (I + H) * W, 2 * _PAIRS * I * H, 2 * _PADDED * I * H)
+_NONE = sympy.Integer(0)
 
 # w is the size of an element in bytes, N the width of the first matmul (2 I when gated).
-_COSTS: dict[str, tuple[sympy.Expr, sympy.Expr]] = {
-    "route": (T * E * W + _PAIRS * (W + 8), 5 * T * E),
-    "order": (_PAIRS * 12 + 4 * E, sympy.Integer(0)),
-    "gate_up": (_HIT * N * H * W + T * H * W + _PAIRS * I * W, 2 * _PAIRS * N * H),
-    "down": (_HIT * I * H * W + _PAIRS * (I + H) * W, 2 * _PAIRS * I * H),
-    "combine": (_PAIRS * H * W + T * H * W, 2 * _PAIRS * H),
-    "grad_act": (_HIT * I * H * W + T * H * W + _PAIRS * (2 * N + I) * W, 2 * _PAIRS * I * H),
-    "grad_down": (E * I * H * W + T * H * W + _PAIRS * I * W, 2 * _PAIRS * I * H),
-    "grad_gate_up": (E * N * H * W + T * H * W + _PAIRS * N * W, 2 * _PAIRS * N * H),
-    "grad_down_bias": (E * H * W + T * H * W, _PAIRS * H),
-    "grad_gate_up_bias": (E * N * W + _PAIRS * N * W, _PAIRS * N),
-    "grad_pairs": (_HIT * N * H * W + _PAIRS * (N + H) * W, 2 * _PAIRS * N * H),
-    "grad_input_weights": (_PAIRS * H * W + T * H * W, 2 * _PAIRS * H),
+_COSTS: dict[str, tuple[sympy.Expr, sympy.Expr, sympy.Expr]] = {
+    "route": (T * E * W + _PAIRS * (W + 8), 5 * T * E, T * E),
+    # One program compares all pairs with each other; two kernels count, and then place, by blocks of pairs.
+    "order": (_PAIRS * 12 + 4 * E, _NONE, _PAIRS**2),
+    "order_count": (_PAIRS * 8, _NONE, _PAIRS * E),
+    "order_scatter": (_PAIRS * 12, _NONE, _PAIRS * E),
+    "gate_up": _GATE_UP,
+    "gate_up_few": (_HIT * N * H * W + T * H * W + _PAIRS * I * W, 2 * _PAIRS * N * H, 2 * _PAIRS * N * H),
+    "down": _DOWN,
+    "down_few": (_HIT * I * H * W + _PAIRS * I * W + T * H * W, 2 * _PAIRS * I * H, 2 * _PAIRS * I * H),
+    "combine": (_PAIRS * H * W + T * H * W, 2 * _PAIRS * H, _NONE),
+    "grad_act": (
+        _HIT * I * H * W + T * H * W + _PAIRS * (2 * N + I) * W,
+        2 * _PAIRS * I * H,
+        2 * _PADDED * I * H,
+    ),
+    "grad_down": (E * I * H * W + T * H * W + _PAIRS * I * W, 2 * _PAIRS * I * H, 2 * _PADDED_DEPTH * I * H),
+    "grad_gate_up": (E * N * H * W + T * H * W + _PAIRS * N * W, 2 * _PAIRS * N * H, 2 * _PADDED_DEPTH * N * H),
+    "grad_down_bias": (E * H * W + T * H * W, _PAIRS * H, _NONE),
+    "grad_gate_up_bias": (E * N * W + _PAIRS * N * W, _PAIRS * N, _NONE),
+    "grad_pairs": (_HIT * N * H * W + _PAIRS * (N + H) * W, 2 * _PAIRS * N * H, 2 * _PADDED * N * H),
+    "grad_input_weights": (_PAIRS * H * W + T * H * W, 2 * _PAIRS * H, _NONE),
 }
 
 
 def stage_cost(stage: str, sizes: Mapping[str, int]) -> StageCost:
-    """The cost of a stage for a block of these sizes (k, E, H, I, N, w); T stays symbolic. Raises KeyError."""
-    moved, flops = _COSTS[stage]
+    """The cost of a stage or kernel for a block of these sizes (k, E, H, I, N, w), in T. Raises KeyError."""
+    moved, flops, work = _COSTS[stage]
     values = {symbol: sizes[symbol.name] for symbol in (K, E, H, I, N, W) if symbol.name in sizes}
-    return StageCost(bytes=moved.subs(values), flops=flops.subs(values))
+    return StageCost(bytes=moved.subs(values), flops=flops.subs(values), work=work.subs(values))
+
+
+def costs_known(kernel: str) -> bool:
+    """Whether there are expressions for a stage or kernel of this name."""
+    return kernel in _COSTS

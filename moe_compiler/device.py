@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["TESTED", "describe", "untested_versions", "why_left_alone", "why_no_pdl"]
+from moe_compiler.device_model import DeviceModel, device_model
+
+__all__ = ["TESTED", "cost_model", "describe", "untested_versions", "why_left_alone", "why_no_pdl"]
 
 # (torch, triton) pairs that the test suite has run on; None: without triton (CPU).
 TESTED: tuple[tuple[str, str | None], ...] = (("2.11", "3.6"), ("2.13", "3.9"), ("2.13", None))
@@ -72,7 +74,28 @@ def describe() -> dict[str, Any]:
             "capability": f"sm_{major}{minor}",
             "cuda": torch.version.cuda,
         }
+        model = cost_model("cuda")
+        if model is not None:
+            found["predictions"] = model.label
     return found
+
+
+# What an H200's properties say: bytes a second of its memory, and multiprocessors times clock in Hz.
+_H200_BANDWIDTH, _H200_SPEED = 4.92e12, 132 * 1.98e9
+# Matmul throughput of a multiprocessor a clock, by generation, relative to Hopper's.
+_GENERATION = {8: 0.5, 9: 1.0, 10: 2.0, 12: 0.5}
+
+
+def cost_model(kind: str) -> DeviceModel | None:
+    """The model of the current device of this kind, None where there is nothing to predict (no CUDA device)."""
+    if kind != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    bandwidth = 2e3 * clock * width / 8 / _H200_BANDWIDTH or 1.0
+    rate = 1e3 * getattr(properties, "clock_rate", 0) * properties.multi_processor_count / _H200_SPEED or 1.0
+    speed = rate * _GENERATION.get(properties.major, 1.0)
+    return device_model(properties.name, round(bandwidth, 2), round(speed, 2))
 
 
 def untested_versions() -> str:

@@ -43,6 +43,11 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
+def device_key() -> str:
+    """What a plan depends on of this machine: versions, the device, and the table that its times are predicted from."""
+    return json.dumps({key: value for key, value in describe().items() if key != "cpu_threads"}, sort_keys=True)
+
+
 def is_backward(graph: Graph) -> bool:
     """Is this the backward graph of a training step? AOTAutograd names its incoming gradients `tangents_*`."""
     return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
@@ -81,7 +86,7 @@ def _composed(place: str, run: Callable[[GraphModule], object], options: Options
             keys = [own.uuid() if isinstance(own, base) else None for own in theirs]
             if not all(keys):
                 return None
-            device = json.dumps({k: v for k, v in describe().items() if k != "cpu_threads"}, sort_keys=True)
+            device = device_key()
             # A dump shows the graph of every pass, so code that was compiled without one is compiled again.
             dumped = options.dump is not None
             return ("moepdl", source_hash(), options.cache_key(), dumped, device, tuple(map(str, keys)))
@@ -106,7 +111,7 @@ class ReportStore:
         digest.update(module.print_readable(print_output=False).encode())
         places = module.graph.find_nodes(op="placeholder")
         digest.update("\n".join(map(_input_text, places, example_inputs)).encode())
-        digest.update(f"{options.cache_key()} {options.dump is not None}".encode())
+        digest.update(f"{options.cache_key()} {options.dump is not None} {device_key()}".encode())
         digest.update(source_hash().encode())
         digest.update(repr(torch.is_grad_enabled()).encode())
         self.key = digest.hexdigest()[:32]

@@ -7,7 +7,7 @@ and held to the rules by `moe_compiler.verify`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.dag import stage_sizes
+from moe_compiler.device_model import Forecast
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name
 from moe_compiler.plan import Step, variants
@@ -304,10 +305,16 @@ def with_pdl(chain: Chain, programmatic: dict[str, frozenset[int]]) -> Chain:
     return replace(chain, program=replace(chain.program, variants=changed))
 
 
-def to_record(chain: Chain, why: dict[str, dict[int, str]]) -> ChainRecord:
-    """What the report shows of a chain; `why` says for each variant and launch why it waits programmatically or not."""
+def to_record(
+    chain: Chain, why: dict[str, dict[int, str]], forecasts: Mapping[str, Forecast] | None = None
+) -> ChainRecord:
+    """What the report shows of a chain.
+
+    why: for each variant and launch why it waits programmatically or not; forecasts: by variant, where there are any.
+    """
     shown = []
     for variant in chain.program.variants:
+        known = (forecasts or {}).get(variant.name)
         launches = tuple(
             LaunchRecord(
                 kernel=launch.kernel,
@@ -317,26 +324,29 @@ def to_record(chain: Chain, why: dict[str, dict[int, str]]) -> ChainRecord:
                 waits=launch.pdl and kernel(launch.kernel).traits.waits,
                 triggers=kernel(launch.kernel).traits.triggers and chain.device == "cuda",
                 pdl=launch.pdl,
+                predicted_us=None if known is None else known.launch_us[index],
             )
-            for launch in variant.launches
+            for index, launch in enumerate(variant.launches)
         )
-        shown_edges = tuple(
-            EdgeRecord(
-                producer=edge.producer,
-                consumer=edge.consumer,
-                kind=edge.kind,
-                programmatic=variant.launches[edge.consumer].pdl and edge.producer == edge.consumer - 1,
-                why=(
-                    why.get(variant.name, {}).get(edge.consumer, "")
-                    if edge.producer == edge.consumer - 1
-                    else "not neighbours: complete since the launch between them waited"
-                ),
-                through=edge.through,
-            )
-            for edge in edges(variant)
-        )
-        shown.append(VariantRecord(variant.name, variant.max_tokens, launches, shown_edges))
+        shown_edges = tuple(_edge_record(variant, edge, why.get(variant.name, {}), known) for edge in edges(variant))
+        tokens = None if known is None else known.tokens
+        shown.append(VariantRecord(variant.name, variant.max_tokens, launches, shown_edges, tokens))
     return ChainRecord(name=chain.program.name, direction=chain.direction, variants=tuple(shown))
+
+
+def _edge_record(variant: Variant, edge: Edge, why: dict[int, str], known: Forecast | None) -> EdgeRecord:
+    neighbours = edge.producer == edge.consumer - 1
+    return EdgeRecord(
+        producer=edge.producer,
+        consumer=edge.consumer,
+        kind=edge.kind,
+        programmatic=variant.launches[edge.consumer].pdl and neighbours,
+        why=why.get(edge.consumer, "")
+        if neighbours
+        else "not neighbours: complete since the launch between them waited",
+        predicted_us=known.boundary_us if known is not None and neighbours else None,
+        through=edge.through,
+    )
 
 
 def _weights(launch: Launch) -> tuple[str, ...]:

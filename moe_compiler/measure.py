@@ -25,10 +25,14 @@ __all__ = ["Measured", "compile_ahead", "graph_us", "measure_block"]
 
 @dataclass(frozen=True)
 class Measured:
-    """launches: (kernel, microseconds) of each launch by itself, launched plainly; chain_us by "pdl" and "plain"."""
+    """launches: (kernel, microseconds) of each launch by itself, launched plainly; chain_us by "pdl" and "plain".
+
+    programmatic: launches of the "pdl" chain that carry the attribute.
+    """
 
     launches: tuple[tuple[str, float], ...]
     chain_us: dict[str, float]
+    programmatic: int
 
 
 def graph_us(call: Callable[[int], object], inputs: int, *, replays: int = 12, repeat: int = 1) -> float:
@@ -59,12 +63,20 @@ def graph_us(call: Callable[[int], object], inputs: int, *, replays: int = 12, r
 
 
 def measure_block(
-    sizes: BlockSizes, tokens: int, weights: dict[str, list[Tensor]], *, backward: bool = False, chains: bool = True
+    sizes: BlockSizes,
+    tokens: int,
+    weights: dict[str, list[Tensor]],
+    *,
+    backward: bool = False,
+    launches: bool = True,
+    chains: bool = True,
 ) -> Measured:
-    """Times of the forward or the backward chain of a block of these sizes for T tokens, on the current device."""
+    """Times of the forward or the backward chain of a block of these sizes for T tokens, on the current device.
+
+    launches, chains: what is timed, each launch by itself and the whole.
+    """
     count = 1 if backward else 8 if tokens < 2048 else 2
-    program = (backward_program if backward else forward_program)(sizes)
-    prepared = prepare(program.to_text())
+    prepared = prepare(_text(sizes, backward))
     operands = [inputs_of(sizes, tokens, weights, "cuda", backward=backward) for _ in range(count)]
     variant = prepared.variant(prepared.bind(operands[0])[1])
     runs: list[dict[str, Value]] = []
@@ -85,7 +97,7 @@ def measure_block(
         for index in range(len(variant.launches)):
             made(index, run)
     times = []
-    for index, launch in enumerate(variant.launches):
+    for index, launch in enumerate(variant.launches if launches else ()):
         once = graph_us(lambda run, index=index: made(index, run), count, replays=3)  # type: ignore[misc]
         repeat = max(1, min(16, int(400 / (once * count + 1))))
         times.append(
@@ -93,9 +105,13 @@ def measure_block(
         )
     found = {}
     for name, pdl in (("plain", False), ("pdl", True)) if chains else ():
-        text = (backward_program if backward else forward_program)(sizes, pdl=pdl).to_text()
+        text = _text(sizes, backward, pdl)
         found[name] = graph_us(lambda run, text=text: torch.ops.moepdl.chain(operands[run], text), count)  # type: ignore[misc]
-    return Measured(tuple(times), found)
+    return Measured(tuple(times), found, sum(launch.pdl for launch in variant.launches))
+
+
+def _text(sizes: BlockSizes, backward: bool, pdl: bool = True) -> str:
+    return (backward_program if backward else forward_program)(sizes, pdl=pdl).to_text()
 
 
 def _compile(job: tuple[BlockSizes, int, bool, tuple[bool, ...]]) -> int:
@@ -107,7 +123,7 @@ def _compile(job: tuple[BlockSizes, int, bool, tuple[bool, ...]]) -> int:
     operands = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
     done = 0
     for pdl in ways:
-        text = (backward_program if backward else forward_program)(sizes, pdl=pdl).to_text()
+        text = _text(sizes, backward, pdl)
         with launching.recording() as starts:
             launcher.run(operands, text)
         for start in starts:

@@ -181,17 +181,36 @@ class EdgeRecord:
 
 @dataclass(frozen=True)
 class VariantRecord:
-    """What a chain launches when T <= max_tokens (None: any T); the first variant that fits is taken at call time."""
+    """What a chain launches when T <= max_tokens (None: any T); the first variant that fits is taken at call time.
+
+    at_tokens: the T that predicted times are for, None without predictions
+    """
 
     name: str
     max_tokens: int | None = None
     launches: tuple[LaunchRecord, ...] = ()
     edges: tuple[EdgeRecord, ...] = ()
+    at_tokens: int | None = None
 
     @property
     def programmatic(self) -> int:
         """Number of programmatic edges."""
         return sum(edge.programmatic for edge in self.edges)
+
+    @property
+    def predicted_us(self) -> float | None:
+        """Predicted time of the variant: its launches, less what its programmatic edges gain; None when any is open."""
+        times = [launch.predicted_us for launch in self.launches]
+        known = [time for time in times if time is not None]
+        if len(known) < len(times) or not known:
+            return None
+        return max(sum(known) - sum(edge.predicted_us or 0.0 for edge in self.edges if edge.programmatic), 0.0)
+
+    @property
+    def predicted_text(self) -> str:
+        """ ", 23 us predicted at T=4", or nothing."""
+        time = self.predicted_us
+        return "" if time is None or self.at_tokens is None else f", {time:.0f} us predicted at T={self.at_tokens}"
 
     @property
     def range_text(self) -> str:
@@ -251,6 +270,7 @@ class Report:
     status:         one of STATUSES
     options:        `Options.to_dict()`; `origins` says for each key "default", "argument" or "environment"
     environment:    versions, device, capability: text or numbers by name
+    predictions:    where predicted times come from, e.g. "NVIDIA H200, shipped"; empty without any
     pdl_off:        why no launch is programmatic; empty when PDL is in use or there is no chain
     schedule:       the chains, forward first
     fragments:      where Dynamo broke the frame: what is in pieces is no block, and counts as none
@@ -277,6 +297,7 @@ class Report:
     errors: list[str] = field(default_factory=list)
     phases_pending: list[str] = field(default_factory=list)
     pdl_off: str = ""
+    predictions: str = ""
     dump_folder: str | None = None
     repro: str = ""
 
@@ -302,6 +323,7 @@ class Report:
             origins=first.origins,
             environment=first.environment,
             pdl_off=next((report.pdl_off for report in reports if report.pdl_off), ""),
+            predictions=next((report.predictions for report in reports if report.predictions), ""),
             dump_folder=next((report.dump_folder for report in reports if report.dump_folder), None),
         )
         for report in reports:
@@ -401,7 +423,7 @@ class Report:
         for chain in self.folded_schedule():
             variants = ", ".join(
                 f"{variant.range_text}: {plural(len(variant.launches), 'launch', 'launches')}, "
-                f"{variant.programmatic} of {plural(len(variant.edges), 'edge')} programmatic"
+                f"{variant.programmatic} of {plural(len(variant.edges), 'edge')} programmatic{variant.predicted_text}"
                 for variant in chain.variants
             )
             parts.append(f"{chain.direction} {plural(chain.count, 'chain')} ({variants})")

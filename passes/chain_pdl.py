@@ -3,7 +3,8 @@
 A chain is a convex group of stages that feed each other: nothing outside of it stands between two of them. Its first
 launch is a plain one, so everything that ran before the chain (an optimiser step, a weight load, a cast of weights)
 has ended when the second starts. Every later launch whose kernel waits before it touches data may carry the PDL
-attribute. "auto" and "on" keep every edge that is provable; "off" is the same chain without the attribute.
+attribute. "on" keeps every edge that is provable, "auto" those of them that are predicted to gain on this device, and
+"off" is the same chain without the attribute.
 
 The graph itself is not rewritten here: the chains go to `lower` through the context.
 """
@@ -16,6 +17,7 @@ from torch.fx import Graph, Node
 from moe_compiler import device
 from moe_compiler.dag import build_dag, convex, neighbourhood, to_record
 from moe_compiler.errors import PdlUnavailable
+from moe_compiler.forecast import forecast
 from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.launch import Chain, build_chain, is_stage_node, with_pdl
 from moe_compiler.launch import to_record as chain_record
@@ -56,8 +58,13 @@ def _groups(graph: Graph, dag: nx.DiGraph) -> list[list[Node]]:
     return sorted(found, key=lambda stages: position[stages[-1]])
 
 
-def _programmatic(chain: Chain, off: str) -> tuple[dict[str, frozenset[int]], dict[str, dict[int, str]]]:
-    """Which launches carry the attribute, and why or why not, by variant."""
+def _programmatic(
+    chain: Chain, off: str, gain_us: float | None
+) -> tuple[dict[str, frozenset[int]], dict[str, dict[int, str]]]:
+    """Which launches carry the attribute, and why or why not, by variant.
+
+    gain_us: what a programmatic edge is predicted to gain, None where that does not count.
+    """
     chosen: dict[str, frozenset[int]] = {}
     why: dict[str, dict[int, str]] = {}
     for variant in chain.program.variants:
@@ -70,6 +77,8 @@ def _programmatic(chain: Chain, off: str) -> tuple[dict[str, frozenset[int]], di
                 reasons[index] = off
             elif not kernel(launch.kernel).traits.waits:
                 reasons[index] = f"{launch.kernel} does not wait on the device"
+            elif gain_us is not None and gain_us <= 0:
+                reasons[index] = 'nothing is predicted to be gained on this device (options["pdl"] is "auto")'
             else:
                 carried.add(index)
                 reasons[index] = "the kernel waits before it reads what others wrote"
@@ -106,10 +115,14 @@ def chain_pdl(graph: Graph, context: Context) -> int:
     for group in _groups(graph, dag):
         chain = build_chain(group, direction=direction, name=f"moe_{direction}")
         off = _why_off(context, chain)
-        chosen, why = _programmatic(chain, off)
+        model = device.cost_model(chain.device)
+        auto = model is not None and context.options.pdl == "auto"
+        chosen, why = _programmatic(chain, off, model.boundary_us if model is not None and auto else None)
         chain = with_pdl(chain, chosen)
         check_chain(chain, context.options)
         context.report.pdl_off = off
-        context.report.schedule.append(chain_record(chain, why))
+        forecasts = {} if model is None else forecast(chain, model)
+        context.report.predictions = next((each.source for each in forecasts.values()), "")
+        context.report.schedule.append(chain_record(chain, why, forecasts))
         context.chains.append(chain)
     return 0

@@ -168,6 +168,8 @@ def test_the_wheel_has_one_top_level_name(archives: tuple[list[str], list[str]])
 def test_the_wheel_holds_every_file(archives: tuple[list[str], list[str]]):
     wheel, _ = archives
     expected = {"moe_compiler/py.typed"}
+    tables = (ROOT / "moe_compiler" / "devices").glob("*.json")
+    expected |= {f"moe_compiler/devices/{table.name}" for table in tables}
     for name, folder in source_packages().items():
         expected |= {f"{name.replace('.', '/')}/{file.name}" for file in folder.glob("*.py")}
     assert expected == {name for name in wheel if ".dist-info/" not in name}
@@ -177,5 +179,10 @@ def test_the_wheel_holds_every_file(archives: tuple[list[str], list[str]]):
 def test_the_source_archive_can_build_and_be_tested(archives: tuple[list[str], list[str]]):
     _, sdist = archives
     needed = ["pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", "tests/conftest.py"]
-    needed += ["moe_compiler/__init__.py", "moe_compiler/py.typed", *(f"{name}/__init__.py" for name in LINKED)]
+    needed += [
+        "moe_compiler/devices/nvidia_h200.json",
+        "moe_compiler/__init__.py",
+        "moe_compiler/py.typed",
+        *(f"{name}/__init__.py" for name in LINKED),
+    ]
     assert not set(needed) - set(sdist)

@@ -1,0 +1,49 @@
+"""What a chain is predicted to take, launch by launch, and what each of its boundaries gains by programmatic launch.
+
+A variant serves a range of T. It is predicted at the block's own T where that is constant and in its range, else at the
+largest T that the variant serves; where that has no limit, at LARGE tokens or twice the variant before it.
+"""
+
+from __future__ import annotations
+
+from moe_compiler.dag import stage_sizes
+from moe_compiler.device_model import DeviceModel, Forecast
+from moe_compiler.launch import Chain
+from moe_compiler.moe_ir import size_expr
+
+__all__ = ["LARGE", "forecast"]
+
+LARGE = 4096
+
+
+def forecast(chain: Chain, model: DeviceModel) -> dict[str, Forecast]:
+    """The forecast of each variant of a chain, by the variant's name."""
+    sizes: dict[str, int] = {}
+    for node in chain.nodes:
+        for name, value in stage_sizes(node).items():
+            sizes.setdefault(name, value)
+    found: dict[str, Forecast] = {}
+    own, before = _own_tokens(chain), 0
+    for variant in chain.program.variants:
+        limit = variant.max_tokens
+        tokens = limit if limit is not None else max(LARGE, 2 * before)
+        if own is not None and before < own and (limit is None or own <= limit):
+            tokens = own
+        times = tuple(model.time_us(launch.kernel, sizes, tokens) for launch in variant.launches)
+        found[variant.name] = Forecast(tokens, times, model.boundary_us, f"{model.device}, {model.label}")
+        before = limit or before
+    return found
+
+
+def _own_tokens(chain: Chain) -> int | None:
+    """T where it is a constant of the graph."""
+    symbol = chain.program.symbols.get("T")
+    if symbol is None:
+        return None
+    position = 0
+    for name, count in chain.program.inputs:
+        if name == symbol[0]:
+            size = size_expr(chain.operands[position].meta["val"].shape[symbol[1]])
+            return int(size) if size.is_Integer else None
+        position += 1 if count is None else count
+    return None
