@@ -114,7 +114,8 @@ def calibrate(
     count = workers if workers is not None else os.cpu_count() or 1
     say(f"compiling kernels for {len(cases)} cases in {count} processes")
     # The launches that are timed by themselves are plain ones; the tiny block is timed both ways.
-    compile_ahead(cases, workers=count, ways=(False,))
+    both_ways = [(_TINY, _TINY_TOKENS, False)]
+    compile_ahead([*both_ways, *cases], workers=count, ways=lambda sizes: (False, True) if sizes is _TINY else (False,))
     points: list[Point] = []
     for sizes in _SHAPES:
         weights = weights_of(sizes, "cuda")

@@ -7,7 +7,7 @@ not visible in data. The DAG is a networkx value: it can be printed, drawn, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import networkx as nx
 import torch
@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.cost import stage_cost
+from moe_compiler.critical_path import Timing, timing
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.report import DagRecord
@@ -160,10 +161,17 @@ def without_getitems(dag: nx.DiGraph) -> nx.DiGraph:
     return merged
 
 
-def to_record(dag: nx.DiGraph, direction: str) -> DagRecord:
-    """The DAG as plain values: stages with their bytes and FLOPs in T, results merged into the calls that make them."""
+def to_record(
+    dag: nx.DiGraph, direction: str, time_us: Callable[[str, dict[str, int]], float | None] | None = None
+) -> DagRecord:
+    """The DAG as plain values: stages with their bytes and FLOPs in T, results merged into the calls that make them.
+
+    time_us: predicted time of a stage in a block of given sizes, for the critical path and the slack of each node; what
+    it has no time for (neighbours too) counts as none.
+    """
     dag = without_getitems(dag)
     nodes, edges = [], []
+    times: dict[Node, float] = {}
     block_k = {int(s["k"]) for s in (stage_sizes(n) for n in dag if _is_stage(n)) if "k" in s}
     for node in dag:
         entry: dict[str, object] = {"id": node.name, "label": op_name(node), "kind": "neighbour"}
@@ -173,10 +181,18 @@ def to_record(dag: nx.DiGraph, direction: str) -> DagRecord:
                 sizes["k"] = next(iter(block_k))
             cost = stage_cost(op_name(node), sizes)
             entry |= {"kind": "stage", "bytes": str(cost.bytes), "flops": str(cost.flops)}
+            predicted = time_us(op_name(node), sizes) if time_us is not None else None
+            if predicted is not None:
+                times[node] = predicted
+                entry["predicted_us"] = round(predicted, 3)
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             entry["shape"] = [str(size_expr(size)) for size in value.shape]
         nodes.append(entry)
+    if times:
+        found: Timing[Node] = timing(dag, lambda node: times.get(node, 0.0))
+        for node, entry in zip(dag, nodes, strict=True):
+            entry |= {"slack_us": round(found.slack[node], 3), "critical": node in found.path}
     for source, target, data in dag.edges(data=True):
         edges.append({"source": source.name, "target": target.name, "kind": data["kind"]})
     return DagRecord(direction=direction, nodes=nodes, edges=edges)

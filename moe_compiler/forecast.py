@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from moe_compiler.dag import stage_sizes
 from moe_compiler.device_model import DeviceModel, Forecast
-from moe_compiler.launch import Chain
-from moe_compiler.moe_ir import size_expr
+from moe_compiler.launch import Chain, tokens_of
 
 __all__ = ["LARGE", "forecast"]
 
@@ -23,7 +22,7 @@ def forecast(chain: Chain, model: DeviceModel) -> dict[str, Forecast]:
         for name, value in stage_sizes(node).items():
             sizes.setdefault(name, value)
     found: dict[str, Forecast] = {}
-    own, before = _own_tokens(chain), 0
+    own, before = tokens_of(chain.nodes[0]), 0
     for variant in chain.program.variants:
         limit = variant.max_tokens
         tokens = limit if limit is not None else max(LARGE, 2 * before)
@@ -33,17 +32,3 @@ def forecast(chain: Chain, model: DeviceModel) -> dict[str, Forecast]:
         found[variant.name] = Forecast(tokens, times, model.boundary_us, f"{model.device}, {model.label}")
         before = limit or before
     return found
-
-
-def _own_tokens(chain: Chain) -> int | None:
-    """T where it is a constant of the graph."""
-    symbol = chain.program.symbols.get("T")
-    if symbol is None:
-        return None
-    position = 0
-    for name, count in chain.program.inputs:
-        if name == symbol[0]:
-            size = size_expr(chain.operands[position].meta["val"].shape[symbol[1]])
-            return int(size) if size.is_Integer else None
-        position += 1 if count is None else count
-    return None

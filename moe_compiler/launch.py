@@ -17,13 +17,13 @@ from torch.fx import Node
 from moe_compiler.dag import stage_sizes
 from moe_compiler.device_model import Forecast
 from moe_compiler.inline import named_arguments
-from moe_compiler.moe_ir import STAGES, is_moepdl, op_name
+from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.plan import Step, variants
 from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, VariantRecord
 from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, Variant
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["Chain", "Edge", "build_chain", "edges", "is_stage_node", "to_record", "with_pdl"]
+__all__ = ["Chain", "Edge", "build_chain", "device_of", "edges", "is_stage_node", "to_record", "tokens_of", "with_pdl"]
 
 # Which results of a stage have one row a token ("T") or a pair ("S"); the others keep their recorded sizes.
 _ROWS: dict[str, dict[str, str]] = {
@@ -36,6 +36,8 @@ _ROWS: dict[str, dict[str, str]] = {
     "grad_pairs": {"pairs": "S"},
     "grad_input_weights": {"grad_weights": "T"},
 }
+# Operands that have one row a token.
+_BY_TOKEN = ("logits", "x", "grad_y", "ids")
 # Results that have the layout of an operand.
 _LIKE = {
     "grad_down": "down",
@@ -158,7 +160,7 @@ def build_chain(nodes: Sequence[Node], *, direction: str, name: str) -> Chain:
             if key not in traits.reads
         }
         if tokens is None:
-            for key in ("logits", "x", "grad_y", "ids"):
+            for key in _BY_TOKEN:
                 source = ins.get(key)
                 if source is not None and source in dict(builder.inputs):
                     tokens = (source, 0)
@@ -176,7 +178,7 @@ def build_chain(nodes: Sequence[Node], *, direction: str, name: str) -> Chain:
             tuple(steps),
             outputs=frozenset(outputs),
             shapes=builder.shapes,
-            device=_device(nodes[0]),
+            device=device_of(nodes[0]),
             k=k,
             experts=experts,
         ),
@@ -184,18 +186,26 @@ def build_chain(nodes: Sequence[Node], *, direction: str, name: str) -> Chain:
     return Chain(
         program=program,
         direction=direction,
-        device=_device(nodes[0]),
+        device=device_of(nodes[0]),
         nodes=tuple(nodes),
         operands=tuple(builder.operands),
         results=_positions(program, outside),
     )
 
 
-def _device(node: Node) -> str:
+def device_of(node: Node) -> str:
+    """The kind of device that a stage runs on, e.g. "cuda"."""
     value = node.meta["val"]
     while isinstance(value, (tuple, list)):
         value = value[0]
     return value.device.type
+
+
+def tokens_of(node: Node) -> int | None:
+    """T of a stage where it is a constant of the graph; None where it is a symbol or the stage has no row a token."""
+    named = named_arguments(node)
+    rows = [size_expr(named[key].meta["val"].shape[0]) for key in _BY_TOKEN if isinstance(named.get(key), Node)]
+    return int(rows[0]) if rows and rows[0].is_Integer else None
 
 
 def _results(

@@ -133,14 +133,18 @@ def _compile(job: tuple[BlockSizes, int, bool, tuple[bool, ...]]) -> int:
 
 
 def compile_ahead(
-    jobs: Sequence[tuple[BlockSizes, int, bool]], *, workers: int, ways: tuple[bool, ...] = (False, True)
+    jobs: Sequence[tuple[BlockSizes, int, bool]],
+    *,
+    workers: int,
+    ways: Callable[[BlockSizes], tuple[bool, ...]] = lambda sizes: (False, True),
 ) -> float:
     """Compile the kernels of these (sizes, T, backward) in worker processes; seconds that it took.
 
-    Nothing is launched, and no memory of the device is taken but the workers' contexts.
+    ways: of a block, whether it is launched plainly (False), programmatically (True) or both. Nothing is launched here,
+    and no memory of the device is taken but the workers' contexts.
     """
     began = time.perf_counter()
     if workers > 1 and len(jobs) > 1:
         with ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(_compile, [(*job, ways) for job in jobs]))
+            list(pool.map(_compile, [(*job, ways(job[0])) for job in jobs]))
     return time.perf_counter() - began

@@ -20,7 +20,7 @@ from moe_compiler.errors import OptionError
 
 PREFIX = "MOEPDL_"
 # Variables of the prefix that other parts read: the command line, the Makefile.
-NOT_OPTIONS = ("MOEPDL_VERBOSE", "MOEPDL_VENV")
+NOT_OPTIONS = ("MOEPDL_CACHE_DIR", "MOEPDL_VERBOSE", "MOEPDL_VENV")
 TRUE_TEXTS = ("1", "true", "on", "yes")
 FALSE_TEXTS = ("0", "false", "off", "no")
 # Valid values to suggest where the user's resembles none.

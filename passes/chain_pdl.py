@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 from moe_compiler import device
 from moe_compiler.dag import build_dag, convex, neighbourhood, to_record
 from moe_compiler.errors import PdlUnavailable
-from moe_compiler.forecast import forecast
+from moe_compiler.forecast import LARGE, forecast
 from moe_compiler.graph_pass import Context, graph_pass
-from moe_compiler.launch import Chain, build_chain, is_stage_node, with_pdl
+from moe_compiler.launch import Chain, build_chain, device_of, is_stage_node, tokens_of, with_pdl
 from moe_compiler.launch import to_record as chain_record
 from moe_compiler.moe_ir import Level, op_name
 from moe_compiler.passes.expand_stages import BLOCK
@@ -111,11 +111,16 @@ def chain_pdl(graph: Graph, context: Context) -> int:
     dag = build_dag(graph)
     direction = "backward" if context.phase == "backward" else "forward"
     stages = [node for node in graph.nodes if is_stage_node(node)]
-    context.report.dags.append(to_record(neighbourhood(dag, stages), direction))
+    model = device.cost_model(device_of(stages[0]))
+    tokens = tokens_of(stages[0])
+
+    def time_us(stage: str, sizes: dict[str, int]) -> float | None:
+        return None if model is None else model.time_us(stage, sizes, LARGE if tokens is None else tokens)
+
+    context.report.dags.append(to_record(neighbourhood(dag, stages), direction, time_us))
     for group in _groups(graph, dag):
         chain = build_chain(group, direction=direction, name=f"moe_{direction}")
         off = _why_off(context, chain)
-        model = device.cost_model(chain.device)
         auto = model is not None and context.options.pdl == "auto"
         chosen, why = _programmatic(chain, off, model.boundary_us if model is not None and auto else None)
         chain = with_pdl(chain, chosen)

@@ -1,7 +1,8 @@
 """The dependency DAGs as DOT text, for graphviz and everything that reads its language. Writing it needs no program.
 
 Shapes and line styles carry the meaning: a box computes, a parallelogram exchanges, an ellipse is an input or output;
-a bold line is a programmatic edge, a thin one a read after a write, a dashed one any other order.
+a bold line is a programmatic edge, a thin one a read after a write, a dashed one any other order; a bold frame is on
+the critical path.
 """
 
 from __future__ import annotations
@@ -42,10 +43,19 @@ def _id(index: int, identity: Any) -> str:
 
 def _node(node: dict[str, Any]) -> dict[str, str]:
     detail = [amount(node.get("bytes"), "B"), amount(node.get("flops"), "FLOP")]
-    lines = [str(node.get("label", node["id"])), " · ".join(filter(None, detail))]
+    lines = [str(node.get("label", node["id"])), " · ".join(filter(None, detail)), _time(node)]
     label = "\\n".join(graphviz.escape(line) for line in lines if line)
     kind = str(node.get("kind", "compute"))
-    return {"label": label, "shape": _SHAPES.get(kind, "box"), "tooltip": graphviz.escape(kind)}
+    found = {"label": label, "shape": _SHAPES.get(kind, "box"), "tooltip": graphviz.escape(kind)}
+    return found | ({"penwidth": "2.5"} if node.get("critical") and "predicted_us" in node else {})
+
+
+def _time(node: dict[str, Any]) -> str:
+    """Predicted time, and the slack of what is not on the critical path."""
+    if "predicted_us" not in node:
+        return ""
+    slack = "" if node.get("critical") else f", slack {node.get('slack_us', 0.0):.1f} µs"
+    return f"{node['predicted_us']:.1f} µs{slack}"
 
 
 def _edge(edge: dict[str, Any]) -> dict[str, str]:

@@ -17,7 +17,8 @@ from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.pipeline import run_passes
 from moe_compiler.runtime_kernels.registry import kernel, names
-from tests.moe_compiler.graphs import context, forward_graph
+from moe_compiler.viz.dot import dags_text
+from tests.moe_compiler.graphs import E, H, I, K, context, forward_graph
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 QWEN = BlockSizes(128, 8, 2048, 768)
@@ -191,3 +192,15 @@ def test_there_is_nothing_to_calibrate_without_a_gpu(monkeypatch):
     with pytest.raises(RuntimeError, match="no CUDA device"):
         calibrate()
     assert device.cost_model("cuda") is None and device.cost_model("cpu") is None
+
+
+def test_the_dag_of_a_report_tells_the_critical_path(monkeypatch, h200):
+    (dag,) = chained(monkeypatch, h200, tokens=300).dags
+    stages = {node["label"]: node for node in dag.nodes if node["kind"] == "stage"}
+    assert all(node["critical"] and node["slack_us"] == 0 for node in stages.values()), "a block is one chain"
+    sizes = {"k": K, "E": E, "H": H, "I": I, "N": 2 * I, "w": 2}
+    for label, node in stages.items():
+        assert node["predicted_us"] == pytest.approx(h200.time_us(label, sizes, 300), abs=1e-3)
+    assert "penwidth" in dags_text([dag]) and "µs" in dags_text([dag])
+    (plain,) = chained(monkeypatch, None).dags
+    assert not any("critical" in node or "predicted_us" in node for node in plain.nodes)
