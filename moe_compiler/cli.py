@@ -160,6 +160,11 @@ def _explain(options: argparse.Namespace) -> int:
     if options.out is not None:
         report.save(options.out)
     _show(report, options.json)
+    if not options.json and report.schedule:
+        from moe_compiler.viz.timeline import schedule_text
+
+        source = f", times predicted for {report.predictions}" if report.predictions else ""
+        print(f"\nlaunches by chain: start and duration{source}\n{schedule_text(report)}")
     return DONE
 
 

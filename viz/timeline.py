@@ -190,6 +190,15 @@ def _arrow(process: int, flow: int, edge: EdgeRecord, spans: list[Span]) -> list
     ]
 
 
+def _reason(edge: EdgeRecord | None) -> str:
+    """Why a launch follows the one before it as it does, and what a programmatic start is predicted to gain."""
+    if edge is None:
+        return ""
+    gain = "" if edge.predicted_us is None else f"gain {edge.predicted_us:.2f} us predicted"
+    text = "; ".join(filter(None, (edge.why, gain if edge.programmatic else "")))
+    return f"  {text}" if text else ""
+
+
 def schedule_text(report: Report) -> str:
     """The schedule as a table for logs: one line a launch with its place in time and how it is launched."""
     lines = []
@@ -200,10 +209,10 @@ def schedule_text(report: Report) -> str:
             predicted = all(span.predicted for span in spans)
             total = f"{total_us(spans):.1f} us predicted" if predicted and spans else "no prediction"
             lines.append(f"{chain.direction} {chain.name}{times}, {variant.name} ({variant.range_text}): {total}")
-            why = {edge.consumer: edge.why for edge in variant.edges if edge.programmatic}
+            near = {edge.consumer: edge for edge in variant.edges if edge.producer == edge.consumer - 1}
             for span in spans:
                 how = "programmatic" if span.launch.pdl else "plain"
-                reason = f"  {why[span.index]}" if why.get(span.index) else ""
+                reason = _reason(near.get(span.index))
                 when = f"{span.start:9.1f} {span.duration:9.1f}" if span.predicted else f"{'-':>9} {'-':>9}"
                 name = f"{span.launch.kernel:<20}"
                 lines.append(f"  {span.index:2d} stream {span.launch.stream} {name} {when}  {how}{reason}".rstrip())

@@ -221,6 +221,19 @@ def test_explain_a_model_without_blocks(capsys, models, tmp_path):
     assert report.options["dryrun"] is True
 
 
+def test_explain_tells_how_each_launch_is_made_and_why(capsys, tmp_path, monkeypatch):
+    (tmp_path / "cli_block.py").write_text(
+        "from moe_compiler.testing import examples\n\n\n"
+        "def block():\n    example = examples()['grouped_mm']()\n    return example.module, example.inputs(5)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, _ = run(capsys, "explain", "cli_block:block", "--options", '{"remainder": "eager"}')
+    assert code == cli.DONE
+    table = out.partition("launches by chain: start and duration")[2]
+    assert "forward moe_forward" in table and "experts_loop" in table
+    assert "plain  the block runs on cpu" in table
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
