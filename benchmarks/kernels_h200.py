@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
-from moe_compiler.runtime_kernels.launching import Tile
 from moe_compiler.runtime_kernels.order.reference import ORDER_FEW, order_blocks
 from moe_compiler.runtime_kernels.registry import kernel
+from moe_compiler.runtime_kernels.tiles import Tile
 
 GIGABYTES = 4300.0  # what the card reads and writes a second (copy); TERAFLOPS: bf16 matmul. H200, measured.
 TERAFLOPS = 790.0

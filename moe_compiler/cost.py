@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
+import torch
+
+from moe_compiler.runtime_kernels.tiles import TABLES
 
 __all__ = ["StageCost", "T", "costs_known", "stage_cost"]
 
@@ -24,11 +28,13 @@ class StageCost:
     """bytes moved, FLOPs and work of one stage; expressions in T once the block's sizes are substituted.
 
     work: FLOPs with the rows that pad tiles; for the kernels that compute none, the steps that their time grows with.
+    grid: programs of the launch on a Hopper GPU; None for a kernel whose programs are not counted here.
     """
 
     bytes: sympy.Expr
     flops: sympy.Expr
     work: sympy.Expr
+    grid: sympy.Expr | None
 
 
 # Rows that each expert adds to fill its last tile, on average: half of the half tile that kernels end with.
@@ -69,7 +75,33 @@ def stage_cost(stage: str, sizes: Mapping[str, int]) -> StageCost:
     """The cost of a stage or kernel for a block of these sizes (k, E, H, I, N, w), in T. Raises KeyError."""
     moved, flops, work = _COSTS[stage]
     values = {symbol: sizes[symbol.name] for symbol in (K, E, H, I, N, W) if symbol.name in sizes}
-    return StageCost(bytes=moved.subs(values), flops=flops.subs(values), work=work.subs(values))
+    grid = _grid(stage, sizes) if stage in TABLES else None
+    return StageCost(bytes=moved.subs(values), flops=flops.subs(values), work=work.subs(values), grid=grid)
+
+
+# What the columns of a kernel's tiles run over: for the gradients of weights both sides of a matrix.
+_COLUMNS = {"gate_up": "I", "down": "H", "grad_act": "I", "grad_pairs": "H"}
+_SIDES = {"grad_down": ("H", "I"), "grad_gate_up": ("H", "N")}
+
+
+def _grid(kernel: str, sizes: Mapping[str, int]) -> sympy.Expr | None:
+    """Programs of a tiled kernel: row tiles that suffice for any routing, times column tiles; by ranges of T."""
+    needed = {"k", "E", "w", *_SIDES.get(kernel, (_COLUMNS.get(kernel, ""),))}
+    if not needed <= sizes.keys():
+        return None
+    experts, pairs = sizes["E"], T * sizes["k"]
+    dtype = torch.float32 if sizes["w"] == 4 else torch.bfloat16
+    cases: list[tuple[sympy.Expr, Any]] = []
+    for limit, tile in TABLES[kernel].ranges(dtype, 90):
+        if kernel in _SIDES:
+            token_side, ordered_side = (sizes[name] for name in _SIDES[kernel])
+            programs = sympy.Integer(experts * -(-token_side // tile.rows) * -(-ordered_side // tile.cols))
+        else:
+            suffice = sympy.floor((pairs + (experts + 1) * (tile.rows - 1)) / tile.rows)
+            programs = sympy.Min(pairs, suffice) * -(-sizes[_COLUMNS[kernel]] // tile.cols)
+        # ceil(pairs / experts) <= limit
+        cases.append((programs, True if limit is None else pairs <= limit * experts))
+    return sympy.Piecewise(*cases)
 
 
 def costs_known(kernel: str) -> bool:

@@ -181,6 +181,8 @@ def to_record(
                 sizes["k"] = next(iter(block_k))
             cost = stage_cost(op_name(node), sizes)
             entry |= {"kind": "stage", "bytes": str(cost.bytes), "flops": str(cost.flops)}
+            if cost.grid is not None:
+                entry["grid"] = str(cost.grid)
             predicted = time_us(op_name(node), sizes) if time_us is not None else None
             if predicted is not None:
                 times[node] = predicted

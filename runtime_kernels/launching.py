@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_compiler.runtime_kernels.activations import parse_activation
 from moe_compiler.runtime_kernels.biases import ExpertBiases, as_columns
 from moe_compiler.runtime_kernels.device import write_table_kernel
+from moe_compiler.runtime_kernels.tiles import Tile, choose_tile
 from moe_compiler.runtime_kernels.weights import ExpertWeights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,31 +42,6 @@ _trace: Trace | None = None
 
 class UnsupportedDtypeError(NotImplementedError):
     """A data type that the device kernels do not compute in; the message names it and those that they do."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel divides its work and what each program gets.
-
-    rows, cols, depth   BM, BN, BK of the tile product
-    warps, stages       warps a program, stages of the software pipeline
-    group               row tiles that walk over the columns together
-    swap                the matrix on the wide side of the tensor core (few rows)
-    tma                 weights through tensor descriptors where their layout allows it
-    halves              an expert's last tile is half as high when its rows allow it
-    registers           at most so many a thread, so that more programs fit a multiprocessor
-    """
-
-    rows: int
-    cols: int
-    depth: int
-    warps: int = 4
-    stages: int = 3
-    group: int = 1
-    swap: bool = False
-    tma: bool = False
-    halves: bool = False
-    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -291,9 +267,10 @@ def box(weights: Sequence[Tensor], what: Matrix, rows: int, inner_rows: bool, bl
     return TensorDescriptor(tensor, [tensor.shape[0] * rows, columns], [step, 1], list(block))
 
 
-def slots(pairs: int, experts: int, rows: int) -> int:
-    """Row tiles that suffice for any distribution of `pairs` rows over the experts and the group of no expert."""
-    return min(pairs, (pairs + (experts + 1) * (rows - 1)) // rows)
+def tile_for(kernel: str, rows: Tensor, starts: Tensor) -> Tile:
+    """The tile of a kernel that works on `rows`, one a pair, of the experts that `starts` [E+1] divides them among."""
+    mean_rows = -(-rows.shape[0] // (starts.shape[0] - 1))
+    return choose_tile(kernel, rows.dtype, mean_rows, capability(rows.device))
 
 
 def start(

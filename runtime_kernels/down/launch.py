@@ -5,39 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.down.kernel import down_few_kernel, scatter_product_kernel
 from moe_compiler.runtime_kernels.launching import (
     NO_BIAS,
     Matrix,
-    Tile,
     Vector,
     box,
-    capability,
     matrix,
     power_of_two,
     precision,
-    slots,
     start,
+    tile_for,
     vector,
 )
-
-
-def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
-    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
-    if dtype is torch.float32:
-        return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
-    if mean_rows <= 12:
-        return Tile(16, 128, 128, stages=3, tma=True)
-    if mean_rows <= 24:
-        return Tile(32, 128, 128, stages=3, tma=True)
-    if mean_rows <= 48:
-        return Tile(64, 128, 64, stages=4, tma=True)
-    if capability(device) < 90:
-        return Tile(128, 128, 64, warps=8, stages=3, group=8)
-    return Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True)
+from moe_compiler.runtime_kernels.tiles import Tile, slots
 
 
 def scatter_product(
@@ -121,7 +104,7 @@ def down(
 ) -> None:
     """pairs [S,H] in pair order from act [S,I] in sorted row order, perm, starts, down; rows of no expert are zero."""
     pairs, starts = outs["pairs"], ins["starts"]
-    tile = tile or choose_tile(pairs.dtype, -(-pairs.shape[0] // (starts.shape[0] - 1)), pairs.device)
+    tile = tile or tile_for("down", pairs, starts)
     parts = [(ins["down"], matrix(ins["down"], "down"))]
     bias = vector(ins.get("down_bias"), "down_bias")
     scatter_product(pairs, ins["act"], ins["perm"], starts, parts, True, tile, pdl, bias)

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_few_kernel, gate_up_kernel
 from moe_compiler.runtime_kernels.launching import (
     Matrix,
-    Tile,
     activation_constants,
     box,
-    capability,
     matrix,
     power_of_two,
     precision,
     row_major,
-    slots,
     start,
+    tile_for,
     vector,
 )
-
-
-def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
-    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py (cols counts gate alone)."""
-    if dtype is torch.float32:
-        return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
-    if mean_rows <= 12:
-        return Tile(16, 64, 128, stages=3, swap=True, tma=True)
-    if mean_rows <= 24:
-        return Tile(32, 64, 128, stages=3, tma=True)
-    if mean_rows <= 48:
-        return Tile(64, 64, 64, stages=3, swap=True, tma=True, halves=True)
-    if capability(device) < 90:
-        return Tile(128, 64, 64, warps=8, stages=3, group=8)
-    return Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True, halves=True)
+from moe_compiler.runtime_kernels.tiles import Tile, slots
 
 
 def split_up(gate: list[Any], up: list[Any], gated: bool) -> tuple[Matrix, Matrix, int]:
@@ -63,7 +46,7 @@ def gate_up(
     gate, up, shift = split_up(gate_list, up_list, gated)
     pairs, size = act.shape
     experts, k = ins["starts"].shape[0] - 1, attrs["k"]
-    tile = tile or choose_tile(act.dtype, -(-pairs // experts), act.device)
+    tile = tile or tile_for("gate_up", act, ins["starts"])
     hidden = x.shape[1]
     gate_operand, up_operand = gate.operand, up.operand if up_list else None
     box_rows, joined = 0, False

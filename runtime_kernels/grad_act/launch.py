@@ -9,35 +9,19 @@ import torch
 from moe_compiler.runtime_kernels.grad_act.kernel import bias_scores_kernel, grad_act_kernel, sum_parts_kernel
 from moe_compiler.runtime_kernels.launching import (
     NO_BIAS,
-    Tile,
     activation_constants,
     box,
-    capability,
     matrix,
     power_of_two,
     precision,
     row_major,
     scratch,
-    slots,
     start,
+    tile_for,
     triton_dtype,
     vector,
 )
-
-
-def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
-    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
-    if dtype is torch.float32:
-        return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
-    if mean_rows <= 12:
-        return Tile(16, 128, 128, stages=3, tma=True)
-    if mean_rows <= 24:
-        return Tile(32, 128, 128, stages=3, tma=True)
-    if mean_rows <= 48:
-        return Tile(64, 64, 64, stages=3, tma=True)
-    if capability(device) < 90:
-        return Tile(128, 128, 64, warps=8, stages=3, group=8)
-    return Tile(128, 128, 64, warps=8, stages=3, tma=True, halves=True, registers=128)
+from moe_compiler.runtime_kernels.tiles import Tile, slots
 
 
 def grad_act(
@@ -57,7 +41,7 @@ def grad_act(
     pairs, width = grad_preact.shape
     size = width // 2 if attrs["gated"] else width
     experts, hidden = starts.shape[0] - 1, grad_y.shape[1]
-    tile = tile or choose_tile(dtype, -(-pairs // experts), grad_preact.device)
+    tile = tile or tile_for("grad_act", grad_preact, starts)
     columns = -(-size // tile.cols)
     bias = NO_BIAS if grad_weights is None else vector(ins.get("down_bias"), "down_bias")
     parts = columns if bias.operand is None else columns + 1

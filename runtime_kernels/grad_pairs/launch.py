@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from moe_compiler.runtime_kernels.down.launch import scatter_product
 from moe_compiler.runtime_kernels.gate_up.launch import split_up
-from moe_compiler.runtime_kernels.launching import Tile, capability
-
-
-def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
-    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py."""
-    if dtype is torch.float32:
-        return Tile(16, 32, 32, stages=2) if mean_rows <= 16 else Tile(32, 32, 32, stages=2)
-    if mean_rows <= 12:
-        return Tile(16, 128, 128, stages=3, tma=True)
-    if mean_rows <= 24:
-        return Tile(32, 128, 128, stages=3, tma=True)
-    if mean_rows <= 48:
-        return Tile(64, 128, 64, stages=3, tma=True)
-    if capability(device) < 90:
-        return Tile(128, 128, 64, warps=8, stages=3, group=8)
-    return Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True)
+from moe_compiler.runtime_kernels.launching import tile_for
+from moe_compiler.runtime_kernels.tiles import Tile
 
 
 def grad_pairs(
@@ -35,5 +19,5 @@ def grad_pairs(
     parts = [(ins["gate"], gate)]
     if attrs["gated"] and not shift:
         parts.append((ins["up"], up))
-    tile = tile or choose_tile(pairs.dtype, -(-pairs.shape[0] // (starts.shape[0] - 1)), pairs.device)
+    tile = tile or tile_for("grad_pairs", pairs, starts)
     scatter_product(pairs, ins["grad_preact"], ins["perm"], starts, parts, False, tile, pdl)

@@ -5,27 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.grad_weights.kernel import grad_weights_kernel
-from moe_compiler.runtime_kernels.launching import Matrix, Tile, capability, matrix, precision, row_major, start
-
-
-def choose_tile(dtype: torch.dtype, mean_rows: int, device: torch.device) -> Tile:
-    """The tile for `mean_rows` rows an expert, found by benchmarks/kernels_h200.py.
-
-    rows counts columns of the token side, cols those of the ordered side, depth the rows of a step.
-    """
-    if dtype is torch.float32:
-        return Tile(32, 32, 32, stages=2)
-    if mean_rows <= 16:
-        return Tile(64, 128, 16, warps=4, stages=2, group=8)
-    if mean_rows <= 48:
-        return Tile(128, 128, 32, warps=4, stages=2, group=8)
-    if capability(device) < 90:
-        return Tile(128, 128, 32, warps=8, stages=3, group=8)
-    return Tile(128, 128, 32, warps=4, stages=5, group=4)
+from moe_compiler.runtime_kernels.launching import Matrix, matrix, precision, row_major, start, tile_for
+from moe_compiler.runtime_kernels.tiles import Tile
 
 
 def _grad(
@@ -95,8 +79,7 @@ def grad_down(
 ) -> None:
     """grad_down like down from grad_y [T,H] of any float dtype and act [S,I] in sorted row order."""
     act, grads = ins["act"], outs["grad_down"]
-    experts = ins["starts"].shape[0] - 1
-    tile = tile or choose_tile(act.dtype, -(-act.shape[0] // experts), act.device)
+    tile = tile or tile_for("grad_down", act, ins["starts"])
     part = matrix(grads, "grad_down", written=True)
     sizes = (grads[0].shape[-2], grads[0].shape[-1])
     _grad([part], sizes, ins["grad_y"], None, act, ins, attrs["k"], True, 0, tile, pdl)
@@ -107,8 +90,7 @@ def grad_gate_up(
 ) -> None:
     """grad_gate like gate, grad_up like up (an empty list if up is) from x [T,H] and grad_preact [S,N]."""
     grad_preact, grads, grads_up = ins["grad_preact"], outs["grad_gate"], outs.get("grad_up")
-    experts = ins["starts"].shape[0] - 1
-    tile = tile or choose_tile(grad_preact.dtype, -(-grad_preact.shape[0] // experts), grad_preact.device)
+    tile = tile or tile_for("grad_gate_up", grad_preact, ins["starts"])
     sizes = (grads[0].shape[-2], grads[0].shape[-1])
     gate = matrix(grads, "grad_gate", written=True)
     common = (ins["x"], ins["weights"], grad_preact, ins, attrs["k"], False)

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
 from moe_compiler.cost import stage_cost
 from moe_compiler.dag import build_dag, convex, neighbourhood, to_record, without_getitems
 from moe_compiler.passes.expand_stages import expand_stages
@@ -69,6 +70,33 @@ def test_the_cost_of_the_reference_shape_is_the_published_one():
     assert (first.flops + second.flops).subs(tokens, 8192) == 6 * 8192 * 8 * 2048 * 768
     weights = float((first.bytes + second.bytes).subs(tokens, 1))
     assert weights == pytest.approx(8 * 3 * 2048 * 768 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("tokens", [1, 40, 97, 300, 5000])
+def test_the_grid_is_the_number_of_programs_of_the_launch(tokens, backward):
+    pytest.importorskip("triton")
+    from moe_compiler.runtime_kernels.chain import launcher
+    from moe_compiler.runtime_kernels.launching import recording
+
+    sizes = BlockSizes(8, 2, 320, 200)
+    program = (backward_program if backward else forward_program)(sizes, **({} if backward else {"save": True}))
+    operands = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
+    with recording() as starts:
+        launcher.run(operands, program.to_text())
+    names = {"gate_up_kernel": "gate_up", "grad_act_kernel": "grad_act"}
+    names |= {"scatter_product_kernel": "grad_pairs" if backward else "down"}
+    counted = []
+    for start in starts:
+        name = names.get(start.kernel.__name__)
+        if start.kernel.__name__ == "grad_weights_kernel":
+            name = "grad_gate_up" if "grad_down" in counted else "grad_down"
+        if name is not None:
+            counted.append(name)
+            grid = stage_cost(name, sizes.named).grid
+            assert grid.subs(sympy.Symbol("T", integer=True, positive=True), tokens) == start.programs, name
+    assert counted == (["grad_act", "grad_down", "grad_gate_up", "grad_pairs"] if backward else ["gate_up", "down"])
+    assert stage_cost("combine", sizes.named).grid is None
 
 
 @st.composite

@@ -19,8 +19,9 @@ from triton.compiler import ASTSource  # noqa: E402
 from moe_compiler.runtime_kernels import audit as audit_module  # noqa: E402
 from moe_compiler.runtime_kernels.audit import AuditResult, audit, audit_code, compile_offline  # noqa: E402
 from moe_compiler.runtime_kernels.device import trigger, wait, write_table_kernel  # noqa: E402
-from moe_compiler.runtime_kernels.launching import Start, Tile, recording  # noqa: E402
+from moe_compiler.runtime_kernels.launching import Start, recording  # noqa: E402
 from moe_compiler.runtime_kernels.registry import kernel, names  # noqa: E402
+from moe_compiler.runtime_kernels.tiles import Tile  # noqa: E402
 
 TOKENS, K, EXPERTS, HIDDEN, INNER = 64, 2, 4, 128, 64
 PAIRS = TOKENS * K

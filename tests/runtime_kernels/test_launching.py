@@ -23,9 +23,9 @@ from moe_compiler.runtime_kernels.launching import (
     power_of_two,
     precision,
     recording,
-    slots,
 )
 from moe_compiler.runtime_kernels.registry import kernel
+from moe_compiler.runtime_kernels.tiles import slots
 
 
 @given(st.lists(st.integers(0, 300), min_size=2, max_size=40), st.sampled_from([16, 64, 128]))
