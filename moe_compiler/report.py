@@ -250,7 +250,7 @@ class DagRecord:
 
     nodes: dicts with `id`, `label`, `kind` ("compute", "exchange", "input", "output", ...), `bytes` and `flops`
            (number, text or None), and the `grid` of a tiled kernel; a `group` names the block of a node; with
-           predictions also `predicted_us`, `slack_us` (by how much it may start later), `critical` (on the longest path)
+           predictions also `predicted_us`, `slack_us` (how much later it may start), `critical` (on the longest path)
     edges: dicts with `source`, `target` (node ids), `kind` as in EdgeRecord, and optionally `programmatic`
     """
 
