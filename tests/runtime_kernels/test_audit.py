@@ -20,91 +20,8 @@ from moe_compiler.runtime_kernels import audit as audit_module  # noqa: E402
 from moe_compiler.runtime_kernels.audit import AuditResult, audit, audit_code, compile_offline  # noqa: E402
 from moe_compiler.runtime_kernels.device import trigger, wait, write_table_kernel  # noqa: E402
 from moe_compiler.runtime_kernels.launching import Start, recording  # noqa: E402
-from moe_compiler.runtime_kernels.registry import kernel, names  # noqa: E402
-from moe_compiler.runtime_kernels.tiles import Tile  # noqa: E402
-
-TOKENS, K, EXPERTS, HIDDEN, INNER = 64, 2, 4, 128, 64
-PAIRS = TOKENS * K
-ROUTE = {"score": "sigmoid", "order": "before", "renormalize": True, "clamp": False, "eps": 0.0, "scale": 1.0}
-ROUTE |= {"groups": 2, "kept_groups": 1, "group_top": 2, "fill": "-inf"}
-DEVICE_KERNELS = tuple(name for name in names() if kernel(name).traits.min_arch is not None)
-# Large tiles take other paths of the compiler: weights through tensor descriptors, the matrix on the wide side.
-TILES = {
-    "default": None,
-    "tma": Tile(128, 64, 64, 8, 3, 8, False, True),
-    "halves": Tile(128, 64, 64, 8, 3, 8, False, True, True, 128),
-    "swapped": Tile(16, 64, 64, 4, 3, 1, True, True),
-}
-TILED = ("gate_up", "down", "grad_act", "grad_pairs")
-
-
-def _record(
-    name: str, pdl: bool, dtype: torch.dtype = torch.bfloat16, listed: bool = False, **options: Any
-) -> list[Start]:
-    """The starts of one launch of kernel `name` on small tensors, with every optional operand present."""
-    ints, value = torch.int32, {"dtype": dtype}
-
-    def weights(out: int, inner: int) -> list[torch.Tensor]:
-        one = torch.zeros(EXPERTS, out, inner, **value)
-        return [t.clone() for t in one] if listed else [one]
-
-    def biases(out: int) -> list[torch.Tensor]:
-        one = torch.zeros(EXPERTS, out, **value)
-        return [t.clone() for t in one] if listed else [one]
-
-    gate = weights(2 * INNER, HIDDEN)
-    tensors: dict[str, Any] = {
-        "x": torch.zeros(TOKENS, HIDDEN, **value),
-        "grad_y": torch.zeros(TOKENS, HIDDEN, **value),
-        "y": torch.zeros(TOKENS, HIDDEN, **value),
-        "logits": torch.zeros(TOKENS, EXPERTS),
-        "grad_logits": torch.zeros(TOKENS, EXPERTS),
-        "bias": torch.zeros(EXPERTS),
-        "expert_scale": torch.zeros(EXPERTS),
-        "grad_expert_scale": torch.zeros(EXPERTS),
-        "weights": torch.zeros(TOKENS, K, **value),
-        "grad_weights": torch.zeros(TOKENS, K),
-        "ids": torch.zeros(TOKENS, K, dtype=torch.int64),
-        "counts": torch.zeros(1, EXPERTS, dtype=ints),
-        "perm": torch.zeros(PAIRS, dtype=ints),
-        "starts": torch.zeros(EXPERTS + 1, dtype=ints),
-        "act": torch.zeros(PAIRS, INNER, **value),
-        "preact": torch.zeros(PAIRS, 2 * INNER, **value),
-        "grad_preact": torch.zeros(PAIRS, 2 * INNER, **value),
-        "pairs": torch.zeros(PAIRS, HIDDEN, **value),
-        "gate": gate,
-        "up": [],
-        "down": weights(HIDDEN, INNER),
-        "grad_gate": gate,
-        "grad_up": [],
-        "grad_down": weights(HIDDEN, INNER),
-        "gate_bias": biases(2 * INNER),
-        "up_bias": [],
-        "down_bias": biases(HIDDEN),
-        "grad_gate_bias": biases(2 * INNER),
-        "grad_up_bias": [],
-        "grad_down_bias": biases(HIDDEN),
-    }
-    attrs = {
-        **({"k": K, **ROUTE, "score_dtype": torch.float32} if name.startswith("route") else {}),
-        **({"num_experts": EXPERTS} if name.startswith("order") else {}),
-        "k": K,
-        "activation": "silu(alpha=1.702,limit=7.0,shift=1.0)",
-        "gated": True,
-        "save": True,
-        "dtype": dtype,
-    }
-    traits = kernel(name).traits
-    with recording() as starts:
-        kernel(name).launch(
-            {key: tensors[key] for key in traits.writes},
-            {key: tensors[key] for key in traits.reads},
-            attrs,
-            pdl=pdl,
-            **options,
-        )
-    assert starts
-    return starts
+from moe_compiler.runtime_kernels.registry import kernel  # noqa: E402
+from tests.runtime_kernels.recorded import DEVICE_KERNELS, ROUTE, TILED, TILES, TOKENS, record  # noqa: E402
 
 
 def _audit(start: Start) -> AuditResult:
@@ -148,7 +65,7 @@ def test_every_router_waits_first(experts: int, changes: dict[str, Any], operand
 
 @pytest.mark.parametrize("name", DEVICE_KERNELS)
 def test_every_kernel_waits_first(name: str) -> None:
-    for start in _record(name, pdl=True):
+    for start in record(name, pdl=True):
         result = _audit(start)
         assert result.ok, f"{result.kernel}: {result.problems}"
         assert result.attribute
@@ -162,7 +79,7 @@ def test_every_kernel_waits_first(name: str) -> None:
 @pytest.mark.parametrize("name", TILED)
 def test_other_tiles_and_layouts_wait_first(name: str, tile: str, listed: bool) -> None:
     options = {"tile": TILES[tile]} if TILES[tile] else {}
-    for start in _record(name, pdl=True, listed=listed, **options):
+    for start in record(name, pdl=True, listed=listed, **options):
         result = _audit(start)
         assert result.ok, f"{result.kernel}: {result.problems}"
 
@@ -171,12 +88,12 @@ def test_other_tiles_and_layouts_wait_first(name: str, tile: str, listed: bool) 
 @pytest.mark.parametrize("name", DEVICE_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 def test_other_dtypes_wait_first(name: str, dtype: torch.dtype) -> None:
-    for start in _record(name, pdl=True, dtype=dtype):
+    for start in record(name, pdl=True, dtype=dtype):
         assert _audit(start).ok
 
 
 def test_without_pdl_there_is_neither_wait_nor_attribute() -> None:
-    (start,) = _record("combine", pdl=False)
+    (start,) = record("combine", pdl=False)
     result = _audit(start)
     assert result.ok
     assert (result.attribute, result.waits, result.triggers) == (False, 0, 0)
