@@ -10,7 +10,7 @@ parameter is told as lost, and a check that meets one fails.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,24 +165,29 @@ def _collected(found: Iterable[_Access], origins: Mapping[str, set[str]], tables
 def accesses_of(compiled: Any) -> Accesses:
     """The accesses of a compiled kernel (what `triton.compile` or a launch returns), by its parameters' names."""
     parameters: dict[int, str] = {}
+    tables_of = set()
     position = 0
-    for name, kind in compiled.src.signature.items():
+    for name, kind in _leaves(compiled.src.signature.items()):
         descriptor = _DESCRIPTOR.match(kind)
         if kind == "constexpr":
             continue
-        if descriptor is not None:
+        if descriptor is not None or kind.startswith("*"):
             parameters[position] = name
-            # The descriptor, then its sizes and strides.
-            position += 1 + 2 * len(descriptor[1].split(","))
-            continue
-        if kind.startswith("*"):
-            parameters[position] = name
-        position += 1
-    # Expert ids are numbers of 64 bits too.
-    tables_of = frozenset(
-        name for name, kind in compiled.src.signature.items() if kind == "*i64" and not name.endswith("ids")
-    )
-    return accesses(compiled.asm["ptx"], parameters, tables_of)
+        # Expert ids are numbers of 64 bits too.
+        if kind == "*i64" and not name.endswith("ids"):
+            tables_of.add(name)
+        # After a descriptor come its sizes and strides.
+        position += 1 if descriptor is None else 1 + 2 * len(descriptor[1].split(","))
+    return accesses(compiled.asm["ptx"], parameters, frozenset(tables_of))
+
+
+def _leaves(signature: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The parameters one by one: a tuple is as many as it has elements."""
+    for name, kind in signature:
+        if isinstance(kind, tuple):
+            yield from _leaves((f"{name}.{index}", element) for index, element in enumerate(kind))
+        else:
+            yield name, kind
 
 
 def undeclared(traits: Traits, found: Accesses) -> list[str]:

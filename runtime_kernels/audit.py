@@ -8,6 +8,7 @@ that stands in a warp-specialised loop. So the proof obligations of a launch wit
     the trigger (PREEXIT), if any, after it
     no loads that bypass coherence (LDG.CONSTANT) anywhere
     the launch attribute if and only if there is a wait
+    every access to global memory leads back to a parameter (see `accesses`)
 
 Nothing here needs a GPU: `compile_offline` compiles a recorded start for any architecture, and the disassembler is the
 one that ships with triton. On a GPU every kernel that is about to be launched with the attribute for the first time is
@@ -22,7 +23,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_compiler.runtime_kernels.accesses import accesses_of
 from moe_compiler.runtime_kernels.launching import Start
 
 WAIT = "ACQBULK"
@@ -56,8 +58,10 @@ _NAMES = {
 }
 
 
-# What an audit demands may change with this file.
-_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+# What an audit demands may change with these files.
+_SOURCE = hashlib.sha256(
+    Path(__file__).read_bytes() + Path(__file__).with_name("accesses.py").read_bytes()
+).hexdigest()[:12]
 _audited: dict[str, AuditResult] = {}
 
 
@@ -67,6 +71,7 @@ class AuditResult:
 
     waits, triggers   how many of each; attribute: whether it is launched with the PDL attribute
     before_wait       the global accesses before the first wait (all of them when there is none)
+    reads, writes     the parameters that it reads and writes through, as `accesses` finds them
     """
 
     kernel: str
@@ -75,6 +80,8 @@ class AuditResult:
     triggers: int
     before_wait: tuple[str, ...]
     problems: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -101,7 +108,12 @@ def opcode(instruction: str) -> str:
 def audit(compiled: Any) -> AuditResult:
     """Check the code of a compiled kernel (what `triton.compile` or a launch returns)."""
     attribute = bool(getattr(compiled.metadata, "launch_pdl", False))
-    return audit_code(compiled.metadata.name, instructions(compiled.asm["cubin"]), attribute)
+    result = audit_code(compiled.metadata.name, instructions(compiled.asm["cubin"]), attribute)
+    found = accesses_of(compiled)
+    lost = tuple(f"an address cannot be followed: {text}" for text in found.lost)
+    return replace(
+        result, problems=(*result.problems, *lost), reads=tuple(sorted(found.reads)), writes=tuple(sorted(found.writes))
+    )
 
 
 def audited(compiled: Any) -> AuditResult:
@@ -112,7 +124,7 @@ def audited(compiled: Any) -> AuditResult:
         path = cache.get_file(name)
         if path is not None:
             record: dict[str, Any] = json.loads(Path(path).read_text())
-            lists = {key: tuple(record[key]) for key in ("before_wait", "problems")}
+            lists = {key: tuple(record[key]) for key in ("before_wait", "problems", "reads", "writes")}
             known = AuditResult(**{**record, **lists})
         else:
             known = audit(compiled)

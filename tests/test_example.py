@@ -75,6 +75,7 @@ def test_the_curves_are_drawn(example: ModuleType):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_training_agrees_with_eager(example: ModuleType, tmp_path: Path):
     assert example.main(["--steps", "60", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "losses.svg").exists()

@@ -71,6 +71,7 @@ def test_every_kernel_waits_first(name: str) -> None:
         assert result.attribute
         assert result.waits == 1
         assert result.triggers >= 1  # one in each branch that ends the program
+        assert result.reads and result.writes
 
 
 @pytest.mark.slow
