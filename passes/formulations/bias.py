@@ -29,7 +29,7 @@ from moe_compiler.passes.formulations.walk import (
     view_or_cast,
 )
 
-__all__ = ["behind_bias", "gathered_bias", "split_bias", "split_biases"]
+__all__ = ["behind_bias", "gathered_bias", "split_bias", "split_biases", "vector_bias"]
 
 Test = Callable[[Node], bool]
 
@@ -112,3 +112,13 @@ def gathered_bias(operand: Node, experts: int, width: object, what: str) -> tupl
     fits = shape_of(packed) == (experts, width) and shape_of(operand)[-1:] == (width,)
     require(fits, f"what is added to the {what} projection is not a bias of {width} numbers an expert", gather)
     return packed, index
+
+
+def vector_bias(operand: Node | None, what: str) -> Node | None:
+    """The bias [out] behind what is added to the rows of one expert; Miss for anything else, None for None."""
+    if operand is None:
+        return None
+    bias = strip_views_casts(operand)
+    vector = len(shape_of(bias)) == 1
+    require(vector, f"what is added to the {what} projection is not a bias of one row for all tokens", bias)
+    return bias

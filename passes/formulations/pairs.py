@@ -36,6 +36,7 @@ __all__ = [
     "are_distinct",
     "in_range",
     "is_counting",
+    "is_pair_index",
     "is_written",
     "match_choice",
     "match_ids",
@@ -288,6 +289,15 @@ def match_pair_index(node: Node, k: int) -> None:
     source = _doubled(index, k)
     require(source is not None, f"{op_name(index)} does not give the token of each (token, expert) pair", index)
     require(is_counting(strip_ids(source)), "the token index does not count the tokens", index)
+
+
+def is_pair_index(node: Node, k: int) -> bool:
+    """Is `node` p // k for every pair p?"""
+    try:
+        match_pair_index(node, k)
+    except Miss:
+        return False
+    return True
 
 
 def match_pair_rows(node: Node, tokens: sympy.Expr, k: int) -> Node:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match, op_name
-from moe_compiler.passes.formulations import sorted_rows
+from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.counts import choice_map, map_choice
 from moe_compiler.passes.formulations.grouped_products import last_grouped, last_parts
@@ -102,7 +102,7 @@ def _selected_weights(b: Bindings, node: Node) -> Node:
 
 
 def finish(b: Bindings) -> Match:
-    return sorted_rows.finish(b, "routing_map")
+    return sorted_experts.finish(b, "routing_map")
 
 
 class MappedExperts(torch.nn.Module):
@@ -152,10 +152,10 @@ ROUTING_MAP = Formulation(
     steps=(
         sorted_rows.dispatch,
         select,
-        sorted_rows.count,
-        sorted_rows.activate,
-        sorted_rows.weigh,
-        sorted_rows.added_home,
+        sorted_experts.count,
+        sorted_experts.activate,
+        sorted_home.weigh,
+        sorted_home.added_home,
     ),
     finish=finish,
     example=example,

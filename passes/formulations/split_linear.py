@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match
-from moe_compiler.passes.formulations import sorted_rows
+from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.grouped_products import last_parts
 
@@ -28,7 +28,7 @@ def anchors(graph: Graph) -> list[Node]:
 
 
 def finish(b: Bindings) -> Match:
-    return sorted_rows.finish(b, "split_linear")
+    return sorted_experts.finish(b, "split_linear")
 
 
 class ParallelExperts(torch.nn.Module):
@@ -82,10 +82,10 @@ SPLIT_LINEAR = Formulation(
     steps=(
         sorted_rows.dispatch,
         sorted_rows.sort,
-        sorted_rows.count,
-        sorted_rows.activate,
-        sorted_rows.weigh,
-        sorted_rows.home,
+        sorted_experts.count,
+        sorted_experts.activate,
+        sorted_home.weigh,
+        sorted_home.home,
     ),
     finish=finish,
     example=example,

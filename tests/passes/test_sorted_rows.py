@@ -104,14 +104,16 @@ def test_a_weight_on_the_input_and_one_on_the_output_are_two():
         scale = weights.flatten()[ids.flatten().argsort(stable=True)]
         return grouped(b, x, logits, at="before", add=add)
 
-    assert "added_home: the rows are consumed by mul" in refused(Block(twice, BF16), tokens(), "grouped_scatter")
+    assert "added: the rows are consumed by mul" in refused(Block(twice, BF16), tokens(), "grouped_scatter")
 
 
 def added_by_index_add(x: Tensor, token: Tensor, rows: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, token, rows)
 
 
-@pytest.mark.parametrize(("options", "name"), [({}, "grouped_scatter"), ({"add": added_by_index_add}, "grouped_mm")])
+@pytest.mark.parametrize(
+    ("options", "name"), [({}, "grouped_scatter"), ({"add": added_by_index_add}, "grouped_scatter")]
+)
 def test_a_routing_weight_in_the_middle_is_one_on_the_output(options, name):
     module = Block(lambda b, x, l: grouped(b, x, l, at="middle", **options), BF16)
     report = raised_agrees(module, tokens(37))
@@ -181,5 +183,8 @@ def biased(down: bool, up: bool, whole: bool) -> Block:
     [(True, False, True), (False, True, True), (True, False, False)],
     ids=["whole-down", "whole-up", "apart-down"],
 )
-def test_a_part_with_a_bias_is_refused_and_the_bias_named(down, up, whole):
-    assert "has a bias" in refused(biased(down, up, whole), torch.randn(5, H))
+def test_a_bias_of_every_part_is_the_experts(down, up, whole):
+    """One and the same vector for all experts, on one projection alone."""
+    (match,) = raised_agrees(biased(down, up, whole), torch.randn(19, H)).matches
+    assert match.formulation == ("split_experts" if whole else "split_linear")
+    assert match.attributes["biases"] == ("down" if down else "up")
