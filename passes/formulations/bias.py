@@ -20,6 +20,7 @@ from moe_compiler.passes.formulations.walk import (
     elements_of,
     is_op,
     live_users,
+    reads_only_shape,
     require,
     same_size,
     shape_of,
@@ -83,7 +84,7 @@ def behind_bias(
     product: Node, what: str, is_product: Test = _is_product, through: Test = view_or_cast
 ) -> tuple[Node, Node | None]:
     """(value, bias operand): the last node of a down projection, which is an addition when the product is added to."""
-    users = users_through(product, through)
+    users = [user for user in users_through(product, through) if not reads_only_shape(user)]
     if len(users) == 1 and is_op(users[0], "add", "add_") and live_users(users[0]):
         found, bias = split_bias(users[0], what, is_product, through)
         if found is product and bias is not None:

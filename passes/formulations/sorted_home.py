@@ -23,6 +23,7 @@ from moe_compiler.passes.formulations.walk import (
     is_op,
     is_zeros,
     item_of,
+    reads_only_shape,
     require,
     same_size,
     same_value,
@@ -36,28 +37,12 @@ from moe_compiler.passes.formulations.walk import (
 
 __all__ = ["added", "added_home", "gathered_home", "home", "returned", "weigh"]
 
-# Operators that read only the shape of their first argument.
-_OF_SHAPE = frozenset(
-    {
-        "sym_size",
-        "sym_numel",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_empty",
-        "new_zeros",
-        "new_full",
-    }
-)
-
-
 def _consumer(node: Node, what: str) -> Node:
     """The single consumer of rows, seen through views, casts and masks; one that reads only their shape is none."""
     users: list[Node] = []
     for user in users_through(node, passes):
         of_other = is_op(user, "expand_as", "view_as", "reshape_as") and strip_views_casts(user.args[0]) is not node  # type: ignore[arg-type]
-        if not of_other and not is_op(user, *_OF_SHAPE):
+        if not of_other and not reads_only_shape(user):
             users.append(user)
     require(len(users) == 1, f"{what} are used {len(users)} times instead of once", node)
     return users[0]

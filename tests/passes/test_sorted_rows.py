@@ -169,9 +169,12 @@ def biased(down: bool, up: bool, whole: bool) -> Block:
         sizes = F.one_hot(ids, E).sum((0, 1)).tolist()
         perm = ids.flatten().argsort(stable=True)
         parts = x[perm // K].split(sizes)
-        act = [F.silu(layer(b, b.gate, e, parts[e], False)) * layer(b, b.up, e, parts[e], up) for e in range(E)]
-        if not whole:
-            act = list(torch.cat(act).split(sizes))
+        first = [layer(b, b.gate, e, parts[e], False) for e in range(E)]
+        second = [layer(b, b.up, e, parts[e], up) for e in range(E)]
+        if whole:
+            act = [F.silu(gate) * up for gate, up in zip(first, second, strict=True)]
+        else:
+            act = (F.silu(torch.cat(first)) * torch.cat(second)).split(sizes)
         rows = torch.cat([layer(b, b.down, e, act[e], down) for e in range(E)])
         return torch.zeros_like(x).index_add(0, perm // K, rows * weights.flatten()[perm][:, None])
 
