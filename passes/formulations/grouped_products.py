@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.bias import split_bias, vector_bias
-from moe_compiler.passes.formulations.contraction import Product, fed_by
+from moe_compiler.passes.formulations.contraction import Product, contraction, fed_by
 from moe_compiler.passes.formulations.matrices import collect, plain_product, stored
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -33,6 +33,7 @@ __all__ = [
     "is_product",
     "last_grouped",
     "last_parts",
+    "last_slices",
     "part_of",
     "part_product",
     "read_grouped",
@@ -185,6 +186,45 @@ def _split_source(node: Node) -> Node | None:
     return None
 
 
+def last_slices(graph: Graph) -> list[Node]:
+    """Copies of products of slices between counted bounds, fed by others: the first of each down projection.
+
+    They are not read, but seen, so that the reason can be told (`check_readable`).
+    """
+    memory: dict[Node, Node] = {}
+    found = []
+    for node in graph.nodes:
+        rows = _sliced_source(node)
+        if rows is None:
+            continue
+        whole = node.args[0].args[0]
+        if whole not in memory and fed_by(rows, memory):
+            found.append(node)
+        memory.setdefault(whole, node)
+    return found
+
+
+def _sliced_source(node: Node) -> Node | None:
+    """The rows of which `node` copies the product of a slice into the same slice of another tensor."""
+    if not is_op(node, "copy_") or _counted_bounds(node.args[0]) is None or not isinstance(node.args[1], Node):
+        return None
+    value = node.args[1]
+    while is_op(value, "expand") or strip_views_casts(value) is not value:
+        value = strip_views_casts(value.args[0])  # type: ignore[arg-type]
+    found = contraction(value)
+    if found is None or _counted_bounds(found.left) != _counted_bounds(node.args[0]):
+        return None
+    return found.left.args[0]  # type: ignore[return-value]
+
+
+def _counted_bounds(node: object) -> tuple[object, object] | None:
+    """(start, end) of a slice along the rows between two numbers read from a tensor."""
+    if not is_op(node, "slice") or arg(node, "dim") != 0:  # type: ignore[arg-type]
+        return None
+    bounds = (arg(node, "start"), arg(node, "end"))  # type: ignore[arg-type]
+    return bounds if all(is_op(bound, "item", "_local_scalar_dense") for bound in bounds) else None
+
+
 def _last(products: list[Node]) -> list[Node]:
     """Those that are fed by others; one that cannot be read is seen too, so that the reason can be told."""
     found: list[Node] = []
@@ -203,6 +243,13 @@ def check_readable(node: Node) -> None:
         return
     if is_grouped_mm(node):
         raise Miss("the grouped matmul has a bias, no offsets, or other than packed matrices", node)
+    require(
+        not is_op(node, "copy_"),
+        "each expert's rows are a slice between two cumulated counts, and its result is copied into a slice as well",
+        node,
+        "split the rows with torch.split(rows, counts.tolist()) and put the results together with torch.cat, or use "
+        'transformers 5 with experts_implementation="grouped_mm"',
+    )
     _parts(node)
 
 

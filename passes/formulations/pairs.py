@@ -263,18 +263,20 @@ def rows_at(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def row_index(index: Node, of: Node) -> Node | None:
+def row_index(index: Node, of: Node, rows: sympy.Expr | None = None) -> Node | None:
     """The index [S] of whole rows of `of` [T, H] behind one for every element, index[:, None].expand(-1, H).
 
-    None when it is something else: one that is narrower than the rows leaves out the columns beyond it.
+    None when it is something else: one that is narrower than the rows leaves out the columns beyond it. rows: how many
+    there are by what the caller knows, where the size that the index is expanded to comes from the data.
     """
     if len(shape_of(index)) == 1:
         return index
     if is_op(index, "expand", "expand_as", "broadcast_to", "repeat", "tile"):
         source = index.args[0]
-        inner, full = shape_of(source), shape_of(index)
-        rows = len(inner) == len(full) == 2 and inner[1] == 1 and same_size(inner[0], full[0])
-        if rows and same_size(full[1], shape_of(of)[-1]):
+        inner, full = shape_of(source), shape_of(index)  # type: ignore[arg-type]
+        column = len(inner) == len(full) == 2 and inner[1] == 1
+        whole = column and (same_size(inner[0], full[0]) or (rows is not None and same_size(inner[0], rows)))
+        if whole and same_size(full[1], shape_of(of)[-1]):
             return matrix_behind(source, inner[:1], lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
     return None
 

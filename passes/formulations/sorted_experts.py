@@ -85,7 +85,7 @@ def activate(b: Bindings) -> None:
 
     Weights that multiply the input or the middle of an expert must be the routing weights of the sorted pairs.
     """
-    middle = scaled(strip(b.down.rows, passes))
+    middle = scaled(strip(b.down.rows, passes), b.tokens * b.k)
     activation = match_activation(middle[0] if middle is not None else b.down.rows)
     activation, added = split_biases(activation, is_product, passes)
     first, biases = [], []

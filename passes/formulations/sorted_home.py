@@ -37,6 +37,7 @@ from moe_compiler.passes.formulations.walk import (
 
 __all__ = ["added", "added_home", "gathered_home", "home", "returned", "weigh"]
 
+
 def _consumer(node: Node, what: str) -> Node:
     """The single consumer of rows, seen through views, casts and masks; one that reads only their shape is none."""
     users: list[Node] = []
@@ -59,7 +60,7 @@ def weigh(b: Bindings) -> None:
     rows = b.last
     if not b.weight_at and is_op(step, "mul"):
         rows = step
-        take(b, sorted_weights(b, _weight(step, b.last)), "output", step)
+        take(b, sorted_weights(b, _weight(b, step, b.last)), "output", step)
     elif not b.weight_at and rows_at(step) is None and _written_at(step) is None:
         raise Miss(f"the experts' rows are consumed by {op_name(step)}, not multiplied by the routing weights", step)
     b.bind(result=rows)
@@ -78,11 +79,11 @@ def _end_with_rows(b: Bindings, norm: Node) -> None:
     b.bind(x=b.rows, ids=sorted_ids, weights=None, result=b.last, output=b.last)
 
 
-def _weight(product: Node, rows: Node) -> Node:
+def _weight(b: Bindings, product: Node, rows: Node) -> Node:
     """The column that a product multiplies `rows` with."""
     operands = [operand for operand in product.args[:2] if isinstance(operand, Node)]
     require(len(operands) == 2, "the rows are scaled by a constant", product)
-    found = scaled(product)
+    found = scaled(product, b.tokens * b.k)
     own = found is not None and strip(found[0], passes) is rows
     require(own, "the rows are not multiplied by one number each", product)
     assert found is not None
@@ -126,7 +127,7 @@ def added_home(b: Bindings) -> None:
         dim, index, values = step.args[1], step.args[2], step.args[3]  # type: ignore[assignment]
         alpha = is_op(step, "index_add", "index_add_") and arg(step, "alpha") != 1
         require(not alpha, "the combine scales the rows (alpha)", step)
-    column = row_index(index, step) if isinstance(index, Node) else None
+    column = row_index(index, step, b.tokens * b.k) if isinstance(index, Node) else None
     at_token = dim == 0 and column is not None and is_token(b, column)
     require(at_token, "the rows are added at another index than their tokens", step)
     require(isinstance(values, Node) and strip(values, passes) is b.result, "other rows are added", step)
@@ -197,7 +198,7 @@ def _in_pair_order(b: Bindings, step: Node) -> Node:
     """The result [T, H] of rows that `step` brought into pair order: weighted, if not before, and summed over k."""
     single = b.k == 1 and len(shape_of(step)) == 2
     if not b.weight_at and single and is_op(last := _consumer(step, "the experts' rows"), "mul"):
-        take(b, match_weights(_weight(last, step), b.ids, last), "output", last)
+        take(b, match_weights(_weight(b, last, step), b.ids, last), "output", last)
         return last
     if not b.weight_at:
         weight, product, output = combine.match_weighted_sum(step, b.tokens, b.k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -13,16 +14,17 @@ from moe_compiler.passes.formulations.walk import is_op, require, same_value, sh
 __all__ = ["scaled", "sorted_weights", "take", "weigh_input"]
 
 
-def scaled(node: Node) -> tuple[Node, Node] | None:
+def scaled(node: Node, pairs: sympy.Expr | None = None) -> tuple[Node, Node] | None:
     """(rows, column) when `node` multiplies rows [S, H] by one number each, [S, 1]; None for another product.
 
-    S is not compared: the sizes of a split that come from the data sum to it without saying so.
+    S is not compared: the sizes of a split that come from the data sum to it without saying so. pairs: S, where the
+    caller knows it; a column of one number is one for each row only of a single row.
     """
     if not is_op(node, "mul") or not all(isinstance(operand, Node) for operand in node.args[:2]):
         return None
     for rows, column in (node.args[:2], node.args[1::-1]):
         own, full = shape_of(column), shape_of(rows)  # type: ignore[arg-type]
-        if len(own) == len(full) >= 2 and own[-1] == 1 != full[-1] and (own[0] != 1 or full[0] == 1):
+        if len(own) == len(full) >= 2 and own[-1] == 1 != full[-1] and (own[0] != 1 or 1 in (full[0], pairs)):
             return rows, column  # type: ignore[return-value]
     return None
 

@@ -17,14 +17,17 @@ from torch.fx import Graph, Node
 from moe_compiler.moe_ir import Match
 from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
-from moe_compiler.passes.formulations.grouped_products import last_parts
+from moe_compiler.passes.formulations.grouped_products import last_parts, last_slices
 
 __all__ = ["SPLIT_LINEAR"]
 
 
 def anchors(graph: Graph) -> list[Node]:
-    """Concatenated products of the parts of a split, fed by others like them: the down projections."""
-    return last_parts(graph)
+    """Concatenated products of the parts of a split, fed by others like them: the down projections.
+
+    And those of slices that are cut by hand (Aria in transformers 4): refused, with what to write instead.
+    """
+    return [*last_parts(graph), *last_slices(graph)]
 
 
 def finish(b: Bindings) -> Match:

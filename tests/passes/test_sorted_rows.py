@@ -191,3 +191,31 @@ def test_a_bias_of_every_part_is_the_experts(down, up, whole):
     (match,) = raised_agrees(biased(down, up, whole), torch.randn(19, H)).matches
     assert match.formulation == ("split_experts" if whole else "split_linear")
     assert match.attributes["biases"] == ("down" if down else "up")
+
+
+def test_slices_between_cumulated_counts_are_refused_with_a_remedy():
+    """Aria in transformers 4: a loop that cuts the sorted rows by hand and copies each result to its place."""
+
+    def gemm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        out = torch.zeros(rows.shape[0], weight.shape[-1], dtype=rows.dtype, device=rows.device)
+        ends = torch.cat((torch.zeros(1, dtype=torch.long), torch.cumsum(counts, dim=0)))
+        for e in range(E):
+            start, end = ends[e], ends[e + 1]
+            out[start:end] = torch.matmul(rows[start:end], weight[e])
+        return out
+
+    def aria(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        counts = torch.histc(ids.flatten().to(torch.float32), bins=E, min=0, max=E - 1).to(ids.dtype)
+        perm = torch.argsort(ids.view(-1))
+        gate, up = torch.chunk(gemm(x.index_select(0, perm // K), b.gate_up_t, counts), 2, dim=-1)
+        rows = gemm(F.silu(gate) * up, b.down_t, counts)
+        home = torch.zeros((x.shape[0] * K, H), dtype=rows.dtype).index_copy_(0, perm, rows)
+        return (home.view(-1, K, H) * weights.unsqueeze(-1)).sum(dim=1)
+
+    module, x = Block(aria).requires_grad_(False), torch.randn(7, H)
+    torch.testing.assert_close(compile_eager(module)(x), module(x))
+    (miss,) = last_reports()[-1].misses
+    assert not last_reports()[-1].matches
+    assert (miss.formulation, miss.step) == ("split_linear", "dispatch") and "cumulated counts" in miss.reason
+    assert "torch.split(rows, counts.tolist())" in miss.hint and "out[start:end]" in miss.at
