@@ -31,8 +31,10 @@ __all__ = [
     "choice_map",
     "holds_sorted_ids",
     "is_integer_cast",
+    "kept_choices",
     "map_choice",
     "match_counts",
+    "match_kept_counts",
     "match_offsets",
 ]
 
@@ -61,15 +63,33 @@ def _behind(node: Node, *, truth: bool = False) -> Node:
     return strip(node, through)
 
 
-def match_offsets(node: Node, ids: Node, sort: Node | None) -> tuple[int, bool]:
+def match_kept_counts(node: Node, kept: Node) -> int:
+    """E when `node` [E] is how many tokens each expert has in the map `kept` [T, E]; a Miss when it is not."""
+    counts = strip(node, lambda n: view_or_cast(n) or is_integer_cast(n))
+    require(is_op(counts, "sum"), f"{op_name(counts)} does not count the choices that are kept", counts)
+    require(counts.meta["val"].dtype in EXACT, f"the choices are counted in {counts.meta['val'].dtype}", counts)
+    dims = arg(counts, "dim") if _has_dim(counts) else None
+    over = [d % 2 for d in ([dims] if isinstance(dims, int) else dims or [])]
+    source = _behind(counts.args[0], truth=True)  # type: ignore[arg-type]
+    if swaps_last_two(source):
+        source, over = _behind(source.args[0], truth=True), [1 - d for d in over]  # type: ignore[arg-type]
+    own = source is _behind(kept, truth=True) and over == [0] and shape_of(counts)[0].is_Integer
+    require(own, "the counts are not of the choices that are kept", counts)
+    return int(shape_of(counts)[0])
+
+
+def match_offsets(node: Node, ids: Node, sort: Node | None, kept: Node | None = None) -> tuple[int, bool]:
     """(E, clamped) when `node` [E] is where each expert's rows end among the sorted ones: cumsum of counts of `ids`.
 
     Ids beyond the experts may be there where they are left out of the counts: their rows are behind the last offset,
     and a grouped matmul computes nothing for them. clamped: they count as the last expert's instead.
+    kept: a map [T, E] whose choices are counted in place of all.
     """
     total = strip(node, lambda n: view_or_cast(n) or is_integer_cast(n))
     require(is_op(total, "cumsum"), f"the offsets come from {op_name(total)}, not from a cumsum of counts", total)
     require(len(shape_of(total)) == 1, "the cumulated counts are not one number an expert", total)
+    if kept is not None:
+        return match_kept_counts(total.args[0], kept), False  # type: ignore[arg-type]
     counts = strip(total.args[0], lambda n: view_or_cast(n) or is_integer_cast(n))  # type: ignore[arg-type]
     experts = _counted(counts, ids, sort, clamps=True)
     # bincount would have another length than there are matrices.
@@ -224,6 +244,20 @@ def map_choice(node: Node) -> Node:
     if not isinstance(index, Node):
         raise Miss(f"{op_name(behind)} does not make a map of the choices", behind)
     return match_choice(index)
+
+
+def kept_choices(node: Node) -> Node | None:
+    """The map of all choices of which `node` [T, E] keeps some: map & mask, in any order; None for another map."""
+    kept = _behind(node, truth=True)
+    if not is_op(kept, "logical_and", "bitwise_and", "__and__", "mul"):
+        return None
+    for operand in kept.args[:2]:
+        try:
+            choice_map(operand, map_choice(operand))  # type: ignore[arg-type]
+        except Miss:
+            continue
+        return operand  # type: ignore[return-value]
+    return None
 
 
 def choice_map(node: Node, ids: Node) -> None:

@@ -16,7 +16,7 @@ from moe_compiler.passes.formulations import combine
 from moe_compiler.passes.formulations.activation import Activation, match_activation
 from moe_compiler.passes.formulations.base import Bindings, check_sizes, experts_spec
 from moe_compiler.passes.formulations.bias import behind_bias, gathered_bias, split_biases
-from moe_compiler.passes.formulations.counts import holds_sorted_ids, match_counts, match_offsets
+from moe_compiler.passes.formulations.counts import holds_sorted_ids, match_counts, match_kept_counts, match_offsets
 from moe_compiler.passes.formulations.grouped_products import Grouped, is_product, read_grouped, same_groups
 from moe_compiler.passes.formulations.matrices import collect
 from moe_compiler.passes.formulations.pairs import in_range
@@ -43,7 +43,7 @@ def count(b: Bindings) -> None:
     """The rows are split by the counts of those ids."""
     groups = b.down.groups
     if isinstance(groups, Node):
-        experts, clamped = match_offsets(groups, b.ids, b.order)
+        experts, clamped = match_offsets(groups, b.ids, b.order, b.roles.get("kept"))
     else:
         experts, clamped = match_sizes(b, groups), False
     b.bind(experts=experts, clamped=clamped)
@@ -77,7 +77,13 @@ def match_sizes(b: Bindings, sizes: tuple[object, ...]) -> int:
         counts = source  # type: ignore[assignment]
     require(counts is not None, "the rows are split into no parts", b.anchor)
     assert counts is not None
-    return match_counts(counts, b.ids, b.order)
+    return _counted(b, counts)
+
+
+def _counted(b: Bindings, counts: Node) -> int:
+    """E of counts of the ids, or of those that the model keeps of them."""
+    kept = b.roles.get("kept")
+    return match_counts(counts, b.ids, b.order) if kept is None else match_kept_counts(counts, kept)
 
 
 def activate(b: Bindings) -> None:
@@ -132,7 +138,7 @@ def _repeated(b: Bindings, product: Grouped, node: Node, what: str) -> Node:
     width = shape_of(product.node)[-1]
     fits = shape_of(packed) == (b.experts, width)
     require(fits, f"what is added to the {what} projection is not a bias of {width} numbers an expert", node)
-    match_counts(counts, b.ids, b.order)
+    _counted(b, counts)
     return packed
 
 
@@ -212,6 +218,9 @@ def match_of(
         x_TH=b.x,
         ids_TK=b.ids,
         weights_TK=b.weights,
+        weights_KTE=b.roles.get("weights_TE"),
+        kept=b.roles.get("kept"),
+        router_miss=b.roles.get("router_miss"),
         gate=matrices["gate"],
         up=matrices.get("up", ()),
         down=matrices["down"],

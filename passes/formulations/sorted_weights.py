@@ -29,14 +29,19 @@ def scaled(node: Node, pairs: sympy.Expr | None = None) -> tuple[Node, Node] | N
     return None
 
 
-def take(b: Bindings, weights: Node, at: str, where: Node) -> None:
+def take(b: Bindings, weights: Node | None, at: str, where: Node) -> None:
     """Bind the weights, which a block has once."""
     require(not b.weight_at, "the rows are weighted twice", where)
+    # A weight of zero is what leaves a dropped choice out: on the output it does, whatever the biases are.
+    require(at == "output" or "kept" not in b.roles, "choices are dropped, and weighted before the experts", where)
     b.bind(weights=weights, weight_at=at)
 
 
-def sorted_weights(b: Bindings, column: Node) -> Node:
-    """The [T, K] weights behind w[perm], or however else the formulation brings weights into the rows' order."""
+def sorted_weights(b: Bindings, column: Node) -> Node | None:
+    """The [T, K] weights behind w[perm], or however else the formulation brings weights into the rows' order.
+
+    None where the formulation bound the weights as [T, E] (`Match.weights_KTE`).
+    """
     node = strip_views_casts(column)
     if "weights_of" in b.roles:
         return b.weights_of(b, node)  # type: ignore[no-any-return]

@@ -448,6 +448,45 @@ def mapped_grouped(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, token, rows)
 
 
+def best_third(scores: Tensor) -> Tensor:
+    """Megatron's mask of the tokens with the largest scores, for each expert."""
+    _, best = torch.topk(scores, k=scores.shape[0] // 3, dim=0, sorted=False)
+    return torch.zeros_like(scores).scatter(0, best, 1).bool()
+
+
+def first_ones(probs: Tensor, chosen: Tensor) -> Tensor:
+    """The first tokens of each expert fit, as far as its capacity goes."""
+    return torch.cumsum(chosen.int(), dim=0) <= 9
+
+
+def mapped_dropped(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    *,
+    fits: Callable[[Tensor, Tensor], Tensor] = lambda probs, chosen: best_third(probs),
+    weigh: Callable[[Tensor, Tensor], Tensor] = lambda probs, kept: probs * kept,
+    counted: Callable[[Tensor, Tensor], Tensor] = lambda chosen, kept: kept.sum(dim=0),
+    at: str = "after",
+) -> Tensor:
+    """Megatron with a capacity and without padding: each expert keeps the choices that fit."""
+    weights, ids = choose(x, logits)
+    probs = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, ids, weights)
+    chosen = torch.zeros_like(logits).int().scatter(1, ids, 1).bool()
+    kept = torch.logical_and(chosen, fits(probs, chosen))
+    probs, turned = weigh(probs, kept), kept.T.contiguous()
+    token = torch.arange(x.shape[0]).unsqueeze(0).expand(E, -1).masked_select(turned)
+    column = probs.T.contiguous().masked_select(turned).unsqueeze(-1)
+    rows = x.index_select(0, token)
+    rows = rows * column if at == "before" else rows
+    sizes = counted(chosen, kept).tolist()
+    gate, up = parts(rows, sizes, b.gate_up).chunk(2, dim=-1)
+    act = F.silu(gate) * up
+    rows = parts(act * column if at == "middle" else act, sizes, b.down)
+    rows = rows * column if at == "after" else rows
+    return torch.zeros_like(x).scatter_add(0, token.unsqueeze(1).expand(-1, H), rows)
+
+
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "grouped_scatter": {
         "before": scores_before,
@@ -475,7 +514,15 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "written_back": split_written_back,
         "biased": lambda b, x, l: split_whole(b, x, l, expert=biased_expert),
     },
-    "routing_map": {"after": mapped, "one_hot": mapped_one_hot, "grouped": mapped_grouped},
+    "routing_map": {
+        "after": mapped,
+        "one_hot": mapped_one_hot,
+        "grouped": mapped_grouped,
+        "dropped": mapped_dropped,
+        "dropped_by_position": lambda b, x, l: mapped_dropped(
+            b, x, l, fits=lambda probs, chosen: best_third(chosen.int()), at="middle"
+        ),
+    },
 }
 
 
@@ -501,6 +548,13 @@ def _whole(name: str, step: str, words: str, **changed: Any) -> Damaged:
 
 def _map(name: str, step: str, words: str, **changed: Any) -> Damaged:
     return Damaged("routing_map", name, lambda b, x, l: mapped(b, x, l, **changed), step, words)
+
+
+def _dropped(name: str, step: str, words: str, **changed: Any) -> Damaged:
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        return mapped_dropped(b, x, logits, fits=first_ones, **changed)
+
+    return Damaged("routing_map", f"dropped_{name}", spelling, step, words)
 
 
 def relu_expert(one: Any, part: Tensor) -> Tensor:
@@ -621,6 +675,10 @@ DAMAGED: tuple[Damaged, ...] = (
         "overwrites", "added_home", "overwrite one another",
         add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
     ),
+    _dropped("weights_of_all", "weigh", "not multiplied by the map", weigh=lambda probs, kept: probs),
+    _dropped("other_weights", "weigh", "not multiplied by the map", weigh=lambda probs, kept: probs * kept.flip(0)),
+    _dropped("counts_of_all", "count", "not of the choices that are kept", counted=lambda chosen, kept: chosen.sum(0)),
+    _dropped("weighted_before", "activate", "weighted before the experts", at="before"),
     _whole("other_parts", "experts", "reads part 3", order=(3, 2, 1, 0)),
     _whole(
         "of_all_rows", "experts", "not a part of the rows",
