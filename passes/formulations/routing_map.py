@@ -38,7 +38,7 @@ from moe_compiler.passes.formulations.walk import (
     swaps_last_two,
 )
 
-__all__ = ["ROUTING_MAP"]
+__all__ = ["ROUTING_MAP", "kept_weights"]
 
 
 def anchors(graph: Graph) -> list[Node]:
@@ -97,11 +97,11 @@ def _selected_weights(b: Bindings, node: Node) -> Node | None:
     require(swaps_last_two(dense), "the selected weights are not the transpose of a [T, E] matrix", node)
     scores = strip_views_casts(dense.args[0])  # type: ignore[arg-type]
     if "kept" in b.roles:
-        return _kept_weights(b, scores)
+        return kept_weights(b, scores)
     return scattered_weights(b, scores)
 
 
-def _kept_weights(b: Bindings, scores: Node) -> None:
+def kept_weights(b: Bindings, scores: Node) -> None:
     """The weights [T, E] are those of the choices, times the map of those that are kept."""
     operands = scores.args[:2] if is_op(scores, "mul") else ()
     own = [operand for operand in operands if isinstance(operand, Node) and _same_map(operand, b.kept)]

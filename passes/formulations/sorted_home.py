@@ -9,6 +9,7 @@ A block may also end with the sorted rows themselves, where a norm follows befor
 from __future__ import annotations
 
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations import combine
@@ -133,7 +134,7 @@ def added_home(b: Bindings) -> None:
     require(isinstance(values, Node) and strip(values, passes) is b.result, "other rows are added", step)
     assert isinstance(values, Node)
     shape = shape_of(step)
-    whole = len(shape) == 2 and same_size(shape[0], b.tokens) and shape_of(values)[-1:] == shape[1:]
+    whole = len(shape) == 2 and same_size(shape[0], b.tokens) and _as_wide(values, step)
     require(whole, "the result is not [T, H] of whole rows", step)
     require(isinstance(base, Node) and dtype_of(base) == dtype_of(step), "the result changes its dtype", step)
     assert isinstance(base, Node)
@@ -141,6 +142,12 @@ def added_home(b: Bindings) -> None:
         b.bind(output=trailing_cast(step), base=None)
     else:
         b.bind(output=step, base=base)
+
+
+def _as_wide(values: Node, step: Node) -> bool:
+    """Are two matrices equally wide, also where a size of one is known from a guard alone?"""
+    own, full = (node.meta["val"].shape[-1] for node in (values, step))
+    return statically_known_true(own == full)
 
 
 def home(b: Bindings) -> None:

@@ -22,7 +22,7 @@ NAMES = formulation_names()
 SPELLINGS = {**spellings.SPELLINGS, **spellings_sorted.SPELLINGS, **spellings_masks.SPELLINGS}
 DAMAGED = spellings.DAMAGED
 # Their weights are made of more than a router's: it stays beside the block.
-OWN_WEIGHTS = ("capacity",)
+OWN_WEIGHTS = ("capacity", "drop_and_pad")
 # torch's grouped matmul computes in bf16 alone when compiled for a CPU.
 BF16_ALONE = ("grouped_mm", "grouped_scatter", "grouped_top1")
 ALL_SPELLINGS = [(name, key) for name, spellings in SPELLINGS.items() for key in spellings]

@@ -43,8 +43,9 @@ def test_a_damaged_copy_never_matches_and_its_own_formulation_names_the_step(dam
     module, x = Block(damaged.spelling, damaged.dtype), torch.randn(5, H, dtype=damaged.dtype)
     assert refused(module, x)
     _, report = run_passes(module, CAPTURE, x, options=only(damaged.formulation))
-    (miss,) = report.misses
-    assert not report.matches and (miss.formulation, miss.step) == (damaged.formulation, damaged.step)
+    # A top-k that chooses tokens for each expert is a candidate of its own.
+    (miss,) = [miss for miss in report.misses if miss.formulation == damaged.formulation]
+    assert not report.matches and miss.step == damaged.step
     assert damaged.words in miss.reason and miss.steps_passed < miss.steps_total
     assert "spellings" in miss.where
 

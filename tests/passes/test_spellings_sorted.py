@@ -26,6 +26,7 @@ from tests.properties.check import run_phase_twice
 
 NAMES = (
     "grouped_mm", "grouped_scatter", "grouped_top1", "split_linear", "split_experts", "routing_map", "capacity",
+    "drop_and_pad",
 )  # fmt: skip
 SPELLINGS = {**spellings.SPELLINGS, **spellings_sorted.SPELLINGS, **spellings_masks.SPELLINGS}
 COMBINATIONS = list(product((torch.float32, torch.bfloat16), (True, False), (False, True)))
