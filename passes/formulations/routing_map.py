@@ -97,7 +97,8 @@ def _selected_weights(b: Bindings, node: Node) -> Node | None:
     require(swaps_last_two(dense), "the selected weights are not the transpose of a [T, E] matrix", node)
     scores = strip_views_casts(dense.args[0])  # type: ignore[arg-type]
     if "kept" in b.roles:
-        return kept_weights(b, scores)
+        kept_weights(b, scores)
+        return None
     return scattered_weights(b, scores)
 
 
@@ -115,7 +116,6 @@ def kept_weights(b: Bindings, scores: Node) -> None:
     scattered_weights(b, strip_views_casts(dense))  # type: ignore[arg-type]
     why = Miss("a capacity drops choices after the top-k", scores, "the router stays with Inductor")
     b.bind(weights_TE=scores, router_miss=why)
-    return None
 
 
 def _same_map(node: Node, kept: Node) -> bool:
