@@ -312,15 +312,27 @@ def split_biased(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, perm // K, rows * weights.flatten()[perm, None]) + b.down_bias[0]
 
 
-def split_sorted_bias(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+def split_sorted_bias(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    *,
+    index: Callable[[Tensor, Tensor], Tensor] = lambda ordered, flat: ordered,
+    first: Callable[[Tensor, Tensor], Tensor] = lambda rows, bias: rows + bias,
+    hidden: Callable[[Tensor, Tensor], Tensor] = lambda act, column: act,
+    bias_of: Callable[[Block, int], Tensor | None] = lambda b, e: None,
+    repeats: Callable[[Tensor], Tensor] = lambda counts: counts,
+) -> Tensor:
     """The bias of each row's expert behind the parts, by the sorted ids and repeated; rows copied home."""
     weights, ids = choose(x, logits)
     counts = by_map(ids, logits)
     sizes = counts.tolist()
     ordered, perm = ids.flatten().sort()
-    gate, up = (parts(x[perm // K], sizes, b.gate_up) + b.gate_up_bias[ordered]).chunk(2, -1)
-    rows = parts(F.silu(gate) * up, sizes, b.down)
-    rows = rows + b.down_bias.repeat_interleave(counts, 0, output_size=ordered.shape[0])
+    rows = first(parts(x[perm // K], sizes, b.gate_up), b.gate_up_bias[index(ordered, ids.flatten())])
+    gate, up = rows.to(x.dtype).chunk(2, -1)
+    pieces = hidden(F.silu(gate) * up, weights.flatten()[perm, None]).split(sizes)
+    rows = torch.cat([F.linear(pieces[e], b.down[e], bias_of(b, e)) for e in range(E)])
+    rows = rows + b.down_bias.repeat_interleave(repeats(counts), 0, output_size=ordered.shape[0])
     home = torch.zeros(rows.shape, dtype=rows.dtype).index_copy_(0, perm, rows)
     return (home.view(x.shape[0], K, H) * weights[..., None]).sum(1)
 
@@ -557,6 +569,12 @@ def _dropped(name: str, step: str, words: str, **changed: Any) -> Damaged:
     return Damaged("routing_map", f"dropped_{name}", spelling, step, words)
 
 
+def _bias(name: str, words: str, dtype: torch.dtype = torch.float32, step: str = "activate", **changed: Any) -> Damaged:
+    return Damaged(
+        "split_linear", f"bias_{name}", lambda b, x, l: split_sorted_bias(b, x, l, **changed), step, words, dtype
+    )
+
+
 def relu_expert(one: Any, part: Tensor) -> Tensor:
     return one.w2(one.w1(part).relu() * one.w3(part))
 
@@ -675,6 +693,14 @@ DAMAGED: tuple[Damaged, ...] = (
         "overwrites", "added_home", "overwrite one another",
         add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
     ),
+    _bias("of_pairs", "not gathered by the sorted ids", index=lambda ordered, flat: flat),
+    _bias("of_others", "not gathered by the sorted ids", index=lambda ordered, flat: E - 1 - ordered),
+    _bias("scaled", "scaled (alpha)", first=lambda rows, bias: torch.add(rows, bias, alpha=0.5)),
+    _bias("wider", "added in torch.float32", BF16, first=lambda rows, bias: rows + bias.float()),
+    _bias("other_repeats", "does not count the ids", repeats=lambda counts: counts.flip(0)),
+    _bias("twice", "two biases", bias_of=lambda b, e: b.down_bias[e]),
+    _bias("of_some", "not all have a bias", step="dispatch", bias_of=lambda b, e: b.down_bias[e] if e else None),
+    _bias("unweighted", "whose bias it does not weight", hidden=lambda act, column: act * column),
     _dropped("weights_of_all", "weigh", "not multiplied by the map", weigh=lambda probs, kept: probs),
     _dropped("other_weights", "weigh", "not multiplied by the map", weigh=lambda probs, kept: probs * kept.flip(0)),
     _dropped("counts_of_all", "count", "not of the choices that are kept", counted=lambda chosen, kept: chosen.sum(0)),
