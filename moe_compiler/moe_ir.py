@@ -228,17 +228,17 @@ class Match:
 
     x_TH, ids_TK, weights_TK: the operands; ids and weights may have more dimensions in front than T, which raising
     flattens. weights_TK is None where the source has only dense scores [T, E]: then `router` and `logits` are bound,
-    and the router makes the weights; or where `weights_KTE` ([K, T, E], or [T, E]) holds each choice's weight in the
-    column of its expert and zeros elsewhere, from which raising takes them. kept: beside such weights the map [T, E] of
-    the choices whose rows the source computes, by a rule of the model's own (a capacity); None where it needs none.
-    router_bias, router_scale: a router's optional operands, one number an expert; router_place: the node behind which
-    it is inserted; router_inner: the nodes that it replaces.
+    and the router makes the weights; or where `weights_KTE` holds each choice's weight in the column of its expert and
+    zeros elsewhere, from which raising takes them. router_bias, router_scale: a router's optional operands, one number
+    an expert; router_place: the node behind which it is inserted; router_inner: the nodes that it replaces.
     gate, up, down: expert weights as nodes in the layouts of `moepdl::experts`; `transposed` names those lists whose
     nodes hold [.., in, out] and need a transposed view. gate_bias, up_bias, down_bias: nodes of the biases, [E, out] or
     one an expert; empty for none.
     output: the node whose value the block computes, [T, H]. base: a tensor of the model's own [T, H] to which the
     experts' rows are added in the output, None where they are added to zeros. inner: nodes that belong to the block
     alone.
+    kept: where weights_KTE is [T, E], the map [T, E] of the choices whose rows the source computes, made by a rule of
+    the model's own (a capacity); the weights of the others are zero. None where all are computed.
     per_pair: x holds one row a (token, expert) pair and so does the output, in the order of ids, which has any shape;
     the weights (none here) are applied behind the block. Our operator then sees S tokens of one expert each.
     """

@@ -122,12 +122,21 @@ def _bias(b: Bindings, product: Grouped, operand: Node | None, what: str) -> tup
     if operand is None:
         return product.biases
     require(not product.biases, f"the {what} projection has two biases", operand)
+    _check_dtype(product, operand, what)
     source = strip_views_casts(operand)
     if is_op(source, "repeat_interleave"):
         return (_repeated(b, product, source, what),)
     packed, index = gathered_bias(operand, b.experts, shape_of(product.node)[-1], what)
     _check_bias_ids(b, product, operand, strip_ids(index), what)
     return (packed,)
+
+
+def _check_dtype(product: Grouped, operand: Node, what: str) -> None:
+    """A bias behind concatenated parts must be added in their dtype: a wider sum is rounded otherwise than ours."""
+    for user in users_through(operand, view_or_cast):
+        if product.matrices and is_op(user, "add", "add_"):
+            own, full = dtype_of(product.node), dtype_of(user)
+            require(own == full, f"the {what} bias is added in {full}, not in {own}", user)
 
 
 def _repeated(b: Bindings, product: Grouped, node: Node, what: str) -> Node:

@@ -23,8 +23,20 @@ SLACK = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_TOPK = (torch.topk, Tensor.topk)
+_SORT, _ARGSORT = (torch.sort, Tensor.sort), (torch.argsort, Tensor.argsort)
+_MAX, _ARGMAX = (torch.max, Tensor.max), (torch.argmax, Tensor.argmax)
+
+
+def _selects(func: Any, args: Any) -> bool:
+    """Does a call choose among scores: numbers that are no ids, along a dimension that is named or the last?"""
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return False
+    return func in (*_TOPK, *_SORT, *_ARGSORT, *_MAX, *_ARGMAX)
+
+
 class _Choices(TorchFunctionMode):
-    """Notes the ids of every top-k, in order."""
+    """Notes what every choice among scores chose (top-k, sort, maximum), in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +44,13 @@ class _Choices(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.topk, Tensor.topk):
-            self.ids.append(result[1])
+        if _selects(func, args):
+            self.ids.append(result[1] if isinstance(result, tuple) else result)
         return result
 
 
 class _Double(TorchFunctionMode):
-    """Runs in float64 what asks for less, and lets every top-k choose what was noted."""
+    """Runs in float64 what asks for less, and lets every choice be what was noted."""
 
     def __init__(self, ids: Sequence[Tensor]) -> None:
         super().__init__()
@@ -51,9 +63,14 @@ class _Double(TorchFunctionMode):
             kwargs["dtype"] = torch.float64
         if double and (func is Tensor.float or (func is Tensor.to and args[1:2] and args[1] in _FLOATS)):
             return args[0]
-        if func in (torch.topk, Tensor.topk):
+        if _selects(func, args):
             ids = self.ids.pop(0)
-            return torch.return_types.topk((args[0].gather(kwargs.get("dim", -1), ids), ids))
+            if func in (*_ARGSORT, *_ARGMAX):
+                return ids
+            if func in _TOPK and kwargs.get("dim", -1) not in (-1, args[0].dim() - 1):
+                return torch.return_types.topk((args[0].gather(kwargs["dim"], ids), ids))  # tokens for each expert
+            values = args[0].gather(-1, ids if ids.dim() == args[0].dim() else ids.unsqueeze(-1)).reshape(ids.shape)
+            return torch.return_types.topk((values, ids))
         if func is torch._grouped_mm:
             return _grouped(args[0], args[1], kwargs["offs"])
         return func(*args, **kwargs)
