@@ -8,6 +8,8 @@
 `kept` has C tokens in each expert's column, so every token of it has one slot and no other token has one. Those that
 did not choose the expert have the weight zero, and so have the choices that are not in `kept`: the block is the same
 as running each chosen expert with the weight (probs * kept)[t, e]. Which C tokens are kept makes no difference.
+
+The products may also be grouped matmuls, or one linear layer for each part of C rows.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name, size_expr
-from moe_compiler.passes.formulations import sorted_home
+from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.activation import match_activation
 from moe_compiler.passes.formulations.base import (
     Bindings,
@@ -28,10 +30,13 @@ from moe_compiler.passes.formulations.base import (
 )
 from moe_compiler.passes.formulations.capacity import reaches, slotted
 from moe_compiler.passes.formulations.contraction import Product
+from moe_compiler.passes.formulations.counts import is_integer_cast
+from moe_compiler.passes.formulations.grouped_products import feeding, last_grouped, last_parts, read_grouped
 from moe_compiler.passes.formulations.pairs import (
     are_distinct,
     in_range,
     is_counting,
+    is_written,
     match_choice,
     rows_at,
     token_rows,
@@ -52,6 +57,7 @@ from moe_compiler.passes.formulations.walk import (
     strip_views,
     strip_views_casts,
     swaps_last_two,
+    view_or_cast,
 )
 
 __all__ = ["DROP_AND_PAD"]
@@ -84,7 +90,21 @@ def _reads_slots(product: Product) -> bool:
 
 
 def anchors(graph: Graph) -> list[Node]:
-    """Down projections over slots whose first projections read tokens gathered by the slots' index."""
+    """Down projections whose first projections read tokens gathered by the slots' index."""
+    grouped = [node for node in (*last_grouped(graph), *last_parts(graph)) if _parts_read_slots(node)]
+    return [*_last_slotted(graph), *grouped]
+
+
+def _parts_read_slots(node: Node) -> bool:
+    """Is a grouped product fed by one of gathered slots?"""
+    down = read_grouped(node)
+    reads = [strip_views_casts(product.rows) for product in feeding(down.rows)] if down is not None else []
+    gathers = [found for rows in reads if (found := rows_at(rows)) is not None]
+    return any(_slots_of(index) is not None for _, index in gathers)
+
+
+def _last_slotted(graph: Graph) -> list[Node]:
+    """Batched down projections over slots."""
     found, first = [], set[Node]()
     for node in graph.nodes:
         product = slotted(node)
@@ -97,10 +117,14 @@ def anchors(graph: Graph) -> list[Node]:
     return found
 
 
-def activate(b: Bindings) -> None:
+def products(b: Bindings) -> None:
     """The slots' rows go through gate and up, an activation and down."""
     down = slotted(b.anchor)
-    assert down is not None
+    b.bind(batched=down is not None)
+    if down is None:
+        sorted_rows.dispatch(b)
+        b.bind(experts=b.down.experts, middle=None)
+        return
     middle = scaled(strip_views_casts(down.rows))
     activation = match_activation(middle[0] if middle is not None else down.rows)
     first: dict[Node, Product] = {}
@@ -122,7 +146,10 @@ def activate(b: Bindings) -> None:
 def slots(b: Bindings) -> None:
     """Each expert's slots are the tokens of its column of a map that has as many in every column."""
     source, index = rows_at(b.rows)  # type: ignore[misc]
-    turned, place = _slots_of(index)  # type: ignore[misc]
+    found = _slots_of(index)
+    if found is None:
+        raise Miss("the rows are not gathered by the slots' tokens", b.rows)
+    turned, place = found
     while is_op(turned, "to", "_to_copy") or strip_views(turned) is not turned:
         turned = strip_views(turned) if strip_views(turned) is not turned else turned.args[0]
     require(swaps_last_two(turned), "the slots are not sorted from a transposed map", place)
@@ -138,7 +165,7 @@ def slots(b: Bindings) -> None:
     best = item_of(strip_ids(made.args[2]), 1, "topk") if full else None  # type: ignore[arg-type]
     own = shape_of(place)
     end = arg(place, "end") if is_op(place, "slice") else None
-    known = best is not None and arg(best, "dim") == 0
+    known = best is not None and arg(best, "dim") == 0 and not is_written(made) and not is_written(made.args[2])  # type: ignore[arg-type]
     known = known and (same_value(best.args[1], end) or _is_size(best.args[1], own[1]))  # type: ignore[union-attr]
     require(
         known,
@@ -155,6 +182,28 @@ def slots(b: Bindings) -> None:
     b.bind(x=token_rows(source, tokens, b.rows), weights=None, weights_of=_slot_weights)
     if b.middle is not None:
         take(b, sorted_weights(b, b.middle[1]), "output", b.anchor)
+
+
+def activate(b: Bindings) -> None:
+    """Products of parts have as many rows for each expert as there are slots, and an activation in between."""
+    if b.batched:
+        return
+    groups, capacity = b.down.groups, shape_of(b.place)[1]
+    if isinstance(groups, Node):
+        total = strip(groups, lambda n: view_or_cast(n) or is_integer_cast(n))
+        require(is_op(total, "cumsum"), f"the offsets come from {op_name(total)}, not from a cumsum of counts", total)
+        full = _is_full(total.args[0], capacity)
+    else:
+        full = all(_is_size(size, capacity) for size in groups)
+        full = full or _is_full(sorted_experts.counts_of_sizes(b, groups), capacity)
+    require(full, "the rows are split into other parts than each expert's slots", b.down.node)
+    sorted_experts.activate(b)
+
+
+def _is_full(node: object, size: object) -> bool:
+    """Is every number of a tensor this size?"""
+    made = strip(node, lambda n: view_or_cast(n) or is_integer_cast(n)) if isinstance(node, Node) else None
+    return is_op(made, "full", "new_full", "full_like") and _is_size(arg(made, "fill_value"), size)  # type: ignore[arg-type]
 
 
 def _slot_weights(b: Bindings, node: Node) -> None:
@@ -208,6 +257,8 @@ def _is_size(value: object, size: object) -> bool:
 
 
 def finish(b: Bindings) -> Match:
+    if not b.batched:
+        return sorted_experts.finish(b, "drop_and_pad")
     check_sizes(b.x, b.ids, None)
     gate, up = split_by_activation(b.activation, lambda source: b.first[source].weight)
     roles = {"gate": b.first[b.activation.gate.source], "down": b.down}
@@ -276,7 +327,7 @@ DROP_AND_PAD = Formulation(
     name="drop_and_pad",
     summary="each expert's slots filled up with tokens of weight zero, exact drops (Megatron's drop-and-pad)",
     anchors=anchors,
-    steps=(activate, slots, sorted_home.weigh, sorted_home.added, sorted_home.added_home),
+    steps=(products, slots, activate, sorted_home.weigh, sorted_home.added, sorted_home.added_home),
     finish=finish,
     example=example,
 )

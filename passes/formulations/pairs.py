@@ -264,7 +264,7 @@ def rows_at(node: Node) -> tuple[Node, Node] | None:
 
 
 def row_index(index: Node, of: Node, rows: sympy.Expr | None = None) -> Node | None:
-    """The index [S] of whole rows of `of` [T, H] behind one for every element, index[:, None].expand(-1, H).
+    """The index [S], or [S, 1], of whole rows of `of` [T, H] behind one for each element: index[:, None].expand(-1, H).
 
     None when it is something else: one that is narrower than the rows leaves out the columns beyond it. rows: how many
     there are by what the caller knows, where the size that the index is expanded to comes from the data.
@@ -277,7 +277,8 @@ def row_index(index: Node, of: Node, rows: sympy.Expr | None = None) -> Node | N
         column = len(inner) == len(full) == 2 and inner[1] == 1
         whole = column and (same_size(inner[0], full[0]) or (rows is not None and same_size(inner[0], rows)))
         if whole and same_size(full[1], shape_of(of)[-1]):
-            return matrix_behind(source, inner[:1], lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
+            flat = matrix_behind(source, inner[:1], lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
+            return source if flat is None else flat  # type: ignore[return-value]
     return None
 
 

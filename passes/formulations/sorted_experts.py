@@ -36,7 +36,7 @@ from moe_compiler.passes.formulations.walk import (
     view_or_cast,
 )
 
-__all__ = ["activate", "count", "finish", "match_of", "match_sizes"]
+__all__ = ["activate", "count", "counts_of_sizes", "finish", "match_of", "match_sizes"]
 
 
 def count(b: Bindings) -> None:
@@ -59,6 +59,11 @@ def match_sizes(b: Bindings, sizes: tuple[object, ...]) -> int:
     """E when the sizes of a split are the counts of the ids, read one after the other."""
     if b.tokens == 0 and all(size == 0 for size in sizes):
         return len(sizes)  # no token at all: that they are the counts is known without looking
+    return _counted(b, counts_of_sizes(b, sizes))
+
+
+def counts_of_sizes(b: Bindings, sizes: tuple[object, ...]) -> Node:
+    """The tensor [E] of which the sizes of a split are the numbers, in order; a Miss when they are not."""
     counts: Node | None = None
     for expert, size in enumerate(sizes):
         if not isinstance(size, Node):
@@ -77,7 +82,7 @@ def match_sizes(b: Bindings, sizes: tuple[object, ...]) -> int:
         counts = source  # type: ignore[assignment]
     require(counts is not None, "the rows are split into no parts", b.anchor)
     assert counts is not None
-    return _counted(b, counts)
+    return counts
 
 
 def _counted(b: Bindings, counts: Node) -> int:

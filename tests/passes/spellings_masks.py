@@ -145,9 +145,27 @@ def padded_packed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return b.shared(x).index_add_(0, token.reshape(-1), rows)
 
 
+def padded_parts(
+    b: Block, x: Tensor, logits: Tensor, *, sizes: Callable[[int], Tensor] = lambda capacity: torch.full((E,), capacity)
+) -> Tensor:
+    """Megatron's SequentialMLP: one linear layer for each expert's slots."""
+    values, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=1)
+    probs = torch.zeros_like(logits, dtype=x.dtype).scatter(1, ids, values.to(x.dtype))
+    capacity = x.shape[0] // 2
+    kept = torch.zeros_like(probs).scatter(0, torch.topk(probs, k=capacity, dim=0, sorted=False)[1], 1).bool()
+    probs = probs * kept
+    token = kept.to(torch.int8).T.contiguous().argsort(dim=-1, descending=True, stable=True)[:, :capacity].contiguous()
+    number, rows = sizes(capacity).tolist(), x.index_select(0, token.view(-1))
+    gate, up = torch.cat([F.linear(part, b.gate_up[e]) for e, part in enumerate(rows.split(number))]).chunk(2, -1)
+    rows = (F.silu(gate) * up).split(number)
+    rows = torch.cat([F.linear(part, b.down[e]) for e, part in enumerate(rows)])
+    rows = rows * flat_places(probs, token).unsqueeze(-1)
+    return torch.zeros_like(x).scatter_add(0, token.view(-1, 1).expand(-1, H), rows)
+
+
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "capacity": {"plain": slotted, "in_place": in_place, "einsum": by_einsum},
-    "drop_and_pad": {"plain": padded, "inside": padded_inside, "packed": padded_packed},
+    "drop_and_pad": {"plain": padded, "inside": padded_inside, "packed": padded_packed, "parts": padded_parts},
 }
 
 
@@ -160,7 +178,11 @@ def _padded(name: str, step: str, words: str, **changed: Any) -> Damaged:
 
 
 DAMAGED: tuple[Damaged, ...] = (
-    _padded("no_activation", "activate", "not one activated operand", act=lambda gate, up: gate * up),
+    _padded("no_activation", "products", "not one activated operand", act=lambda gate, up: gate * up),
+    Damaged(
+        "drop_and_pad", "other_parts", lambda b, x, l: padded_parts(b, x, l, sizes=lambda c: torch.arange(E) * 0 + c),
+        "activate", "other parts than each expert's slots",
+    ),
     _padded("fewer_slots", "slots", "nothing shows that the map", slots=lambda capacity: capacity - 1),
     _padded("every_choice", "slots", "nothing shows that the map", keep=lambda probs, best, chosen: chosen),
     _padded("weights_of_all", "weigh", "not from a scatter times the map", weigh=lambda probs, kept: probs),
