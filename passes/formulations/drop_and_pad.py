@@ -150,8 +150,7 @@ def slots(b: Bindings) -> None:
     if found is None:
         raise Miss("the rows are not gathered by the slots' tokens", b.rows)
     turned, place = found
-    while is_op(turned, "to", "_to_copy") or strip_views(turned) is not turned:
-        turned = strip_views(turned) if strip_views(turned) is not turned else turned.args[0]
+    turned = strip(turned, lambda n: strip_views(n) is not n or is_op(n, "to", "_to_copy"))
     require(swaps_last_two(turned), "the slots are not sorted from a transposed map", place)
     kept = turned.args[0]
     made = strip(kept, lambda n: strip_views(n) is not n or is_op(n, "to", "_to_copy"))  # type: ignore[arg-type]
