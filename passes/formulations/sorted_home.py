@@ -77,7 +77,18 @@ def _end_with_rows(b: Bindings, norm: Node) -> None:
         norm,
         "sort the ids with torch.sort, and use both of its results",
     )
+    require(
+        _symbols(b.last) <= _symbols(b.rows),
+        "the rows are normalised before they are weighted, and how many there are comes from the data",
+        norm,
+        "use grouped matmuls with offsets in place of a split by a list of sizes",
+    )
     b.bind(x=b.rows, ids=sorted_ids, weights=None, result=b.last, output=b.last)
+
+
+def _symbols(*nodes: Node) -> set[object]:
+    """The symbols in the sizes of tensors."""
+    return {symbol for node in nodes for size in shape_of(node) for symbol in size.free_symbols}
 
 
 def _weight(b: Bindings, product: Node, rows: Node) -> Node:
@@ -190,10 +201,8 @@ def gathered_home(b: Bindings) -> None:
     else:
         raise Miss(f"the rows are consumed by {op_name(step)}, not brought back to pair order", step)
     output = _in_pair_order(b, step)
-    known = set().union(*(size.free_symbols for size in (*shape_of(b.x), *shape_of(b.ids))))
-    own = set().union(*(size.free_symbols for size in shape_of(output)))
     require(
-        own <= known,
+        _symbols(output) <= _symbols(b.x, b.ids),
         f"the size {shape_of(output)[-1]} of the result was inferred from sizes that come from the data",
         output,
         "write the width out in place of -1 in the view that splits the rows by token",
