@@ -237,6 +237,8 @@ class Match:
     output: the node whose value the block computes, [T, H]. base: a tensor of the model's own [T, H] to which the
     experts' rows are added in the output, None where they are added to zeros. inner: nodes that belong to the block
     alone.
+    kept: where weights_KTE is [T, E], the map [T, E] of the choices whose rows the source computes, made by a rule of
+    the model's own (a capacity); the weights of the others are zero. None where all are computed.
     per_pair: x holds one row a (token, expert) pair and so does the output, in the order of ids, which has any shape;
     the weights (none here) are applied behind the block. Our operator then sees S tokens of one expert each.
     """
@@ -253,6 +255,7 @@ class Match:
     anchor: Node
     base: Node | None = None
     weights_KTE: Node | None = None
+    kept: Node | None = None
     gate_bias: tuple[Node, ...] = ()
     up_bias: tuple[Node, ...] = ()
     down_bias: tuple[Node, ...] = ()

@@ -35,7 +35,7 @@ __all__ = ["find_moe"]
 def _operands(match: Match) -> list[Node]:
     found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
     found += [*match.gate_bias, *match.up_bias, *match.down_bias]
-    found += [node for node in (match.weights_TK, match.weights_KTE, match.base) if node is not None]
+    found += [node for node in (match.weights_TK, match.weights_KTE, match.kept, match.base) if node is not None]
     return found
 
 
@@ -376,6 +376,8 @@ def find_moe(graph: Graph, context: Context) -> int:
                     _sizes(result.match)
                     context.matches.append(result.match)
                     claimed |= inside | result.match.router_inner | _choosing(result.match.ids_TK)
+                    if result.match.kept is not None:
+                        claimed |= _choosing(result.match.kept)
                     failed.pop(candidate, None)
                     claimed.add(candidate)
                     continue

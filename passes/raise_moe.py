@@ -108,11 +108,13 @@ class _Raising:
         return weights, ids
 
     def weights_of_choices(self, match: Match, ids_TK: Node) -> Node:
-        """The weights [T, K] out of [K, T, E], where each choice has its own in its expert's column."""
+        """The weights [T, K] out of [K, T, E] or [T, E], where each choice has its own in its expert's column."""
         assert match.weights_KTE is not None
         output = match.output
         with self.graph.inserting_before(output):
-            weights_TE = insert(output, _aten.sum.dim_IntList, (self.now(match.weights_KTE), [0]))
+            weights_TE = self.now(match.weights_KTE)
+            if weights_TE.meta["val"].dim() == 3:
+                weights_TE = insert(output, _aten.sum.dim_IntList, (weights_TE, [0]))
             return insert(output, _aten.gather.default, (weights_TE, 1, ids_TK))
 
     def block(self, match: Match) -> None:

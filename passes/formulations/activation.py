@@ -70,7 +70,7 @@ def _half(node: Node) -> Half:
             require(len(value) == 2, f"split into {len(value)} parts, not gate and up", node)
             sizes = [piece.shape[-1] for piece in value]
             require(sizes[0] == sizes[1], "gate and up have different widths", node)
-            return Half(_whole(parts.args[0], node), int(index))
+            return Half(_whole(parts.args[0], node), int(index) % 2)
     if is_op(node, "slice"):
         source = node.args[0]
         require(isinstance(source, Node), "slice of a constant", node)

@@ -20,6 +20,7 @@ from moe_compiler.passes.formulations.walk import (
     elements_of,
     is_op,
     live_users,
+    reads_only_shape,
     require,
     same_size,
     shape_of,
@@ -29,7 +30,7 @@ from moe_compiler.passes.formulations.walk import (
     view_or_cast,
 )
 
-__all__ = ["behind_bias", "gathered_bias", "split_bias", "split_biases"]
+__all__ = ["behind_bias", "gathered_bias", "split_bias", "split_biases", "vector_bias"]
 
 Test = Callable[[Node], bool]
 
@@ -83,7 +84,7 @@ def behind_bias(
     product: Node, what: str, is_product: Test = _is_product, through: Test = view_or_cast
 ) -> tuple[Node, Node | None]:
     """(value, bias operand): the last node of a down projection, which is an addition when the product is added to."""
-    users = users_through(product, through)
+    users = [user for user in users_through(product, through) if not reads_only_shape(user)]
     if len(users) == 1 and is_op(users[0], "add", "add_") and live_users(users[0]):
         found, bias = split_bias(users[0], what, is_product, through)
         if found is product and bias is not None:
@@ -112,3 +113,13 @@ def gathered_bias(operand: Node, experts: int, width: object, what: str) -> tupl
     fits = shape_of(packed) == (experts, width) and shape_of(operand)[-1:] == (width,)
     require(fits, f"what is added to the {what} projection is not a bias of {width} numbers an expert", gather)
     return packed, index
+
+
+def vector_bias(operand: Node | None, what: str) -> Node | None:
+    """The bias [out] behind what is added to the rows of one expert; Miss for anything else, None for None."""
+    if operand is None:
+        return None
+    bias = strip_views_casts(operand)
+    vector = len(shape_of(bias)) == 1
+    require(vector, f"what is added to the {what} projection is not a bias of one row for all tokens", bias)
+    return bias

@@ -46,7 +46,7 @@ from moe_compiler.passes.formulations.walk import (
     strip_views_casts,
 )
 
-__all__ = ["CAPACITY"]
+__all__ = ["CAPACITY", "reaches", "slotted"]
 
 
 def _any_cast(node: Node) -> Node:
@@ -67,7 +67,7 @@ def _is_number_cast(node: Node) -> bool:
     return converts and node.args[0].meta["val"].dtype == torch.bool  # type: ignore[union-attr]
 
 
-def _slotted(node: Node) -> Product | None:
+def slotted(node: Node) -> Product | None:
     """Rows [E, C, in] times packed matrices [E, ., .]."""
     found = contraction(node)
     if found is None or len(shape_of(node)) != 3:
@@ -99,17 +99,17 @@ def anchors(graph: Graph) -> list[Node]:
     """Down projections over slots: their activation's matmuls read tokens multiplied by a mask."""
     found, first = [], set[Node]()
     for node in graph.nodes:
-        product = _slotted(node)
+        product = slotted(node)
         if product is None:
             continue
         if _mask_product(product.rows) is not None:
             first.add(node)
-        elif first and _reaches(product.rows, first):
+        elif first and reaches(product.rows, first):
             found.append(node)
     return found
 
 
-def _reaches(node: Node, targets: set[Node], limit: int = 12) -> bool:
+def reaches(node: Node, targets: set[Node], limit: int = 12) -> bool:
     level, seen = [node], {node}
     for _ in range(limit):
         if any(found in targets for found in level):
@@ -124,7 +124,7 @@ def _reaches(node: Node, targets: set[Node], limit: int = 12) -> bool:
 
 def activate(b: Bindings) -> None:
     """The slots' rows go through gate and up, an activation and down."""
-    down = _slotted(b.anchor)
+    down = slotted(b.anchor)
     assert down is not None
     activation = match_activation(down.rows)
     first: dict[Node, Product] = {}
@@ -132,7 +132,7 @@ def activate(b: Bindings) -> None:
     for half in (activation.gate, activation.up):
         if half is None:
             continue
-        product = _slotted(half.source)
+        product = slotted(half.source)
         read = _mask_product(product.rows) if product is not None else None
         if product is None or read is None:
             raise Miss("the gate and up projections do not read the slots' rows", half.source)

@@ -17,7 +17,7 @@ from moe_compiler.passes.formulations.walk import (
     same_size,
     same_value,
     shape_of,
-    strip_views,
+    strip_ids,
     strip_views_casts,
     swaps_last_two,
     users_through,
@@ -186,12 +186,12 @@ def _match_added(node: Node, rows: Node, tokens: object, k: int) -> None:
 
 def match_inverse(node: Node, perm: Node) -> None:
     """`node` must be the inverse of the permutation `perm`: argsort, or arange written at perm."""
-    node = strip_views(node)
-    if is_op(node, "argsort") and same_value(strip_views(node.args[0]), perm):
+    node = strip_ids(node)
+    if is_op(node, "argsort") and same_value(strip_ids(node.args[0]), perm):
         require(not arg(node, "descending"), "the inverse is sorted in descending order", node)
         return
     if op_name(node) == "getitem" and node.args[1] == 1 and is_op(node.args[0], "sort"):
-        require(same_value(strip_views(node.args[0].args[0]), perm), "another permutation is inverted", node)
+        require(same_value(strip_ids(node.args[0].args[0]), perm), "another permutation is inverted", node)
         require(not arg(node.args[0], "descending"), "the inverse is sorted in descending order", node)
         return
     if is_op(node, "index_put", "index_put_"):
@@ -201,25 +201,23 @@ def match_inverse(node: Node, perm: Node) -> None:
             "the inverse starts from other values",
             node,
         )
-        require(len(indices) == 1 and same_value(indices[0], perm), "another permutation is inverted", node)
+        one = len(indices) == 1 and isinstance(indices[0], Node) and same_value(strip_ids(indices[0]), perm)
+        require(one, "another permutation is inverted", node)
         require(not arg(node, "accumulate"), "the inverse accumulates", node)
-        require(isinstance(values, Node) and is_op(values, "arange"), "the inverse is not written with arange", node)
-        _is_counting(values)
+        _is_counting(values, node)
         return
     if is_op(node, "scatter", "scatter_"):
-        require(same_value(node.args[2], perm), "another permutation is inverted", node)
-        require(
-            isinstance(node.args[3], Node) and is_op(node.args[3], "arange"),
-            "the inverse is not written with arange",
-            node,
-        )
-        _is_counting(node.args[3])
+        require(same_value(strip_ids(node.args[2]), perm), "another permutation is inverted", node)
+        _is_counting(node.args[3], node)
         return
     raise Miss(f"{op_name(node)} is not the inverse of the sorting permutation", node)
 
 
-def _is_counting(node: Node) -> None:
-    """arange must count 0, 1, 2, ...: neither another start nor another step."""
-    names = [argument.name for argument in node.target._schema.arguments]
+def _is_counting(values: object, where: Node) -> None:
+    """What is written must be arange that counts 0, 1, 2, ...: neither another start nor another step."""
+    node = strip_ids(values) if isinstance(values, Node) else None
+    require(is_op(node, "arange"), "the inverse is not written with arange", where)
+    assert node is not None
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     require("start" not in names or arg(node, "start") == 0, "arange does not start at 0", node)
     require("step" not in names or arg(node, "step") == 1, "arange does not count by one", node)

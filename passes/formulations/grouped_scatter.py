@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match
-from moe_compiler.passes.formulations import sorted_rows
+from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.grouped_products import last_grouped
 
@@ -27,7 +27,7 @@ def anchors(graph: Graph) -> list[Node]:
 
 
 def finish(b: Bindings) -> Match:
-    return sorted_rows.finish(b, "grouped_scatter")
+    return sorted_experts.finish(b, "grouped_scatter")
 
 
 class ScatteredExperts(torch.nn.Module):
@@ -74,10 +74,11 @@ GROUPED_SCATTER = Formulation(
     steps=(
         sorted_rows.dispatch,
         sorted_rows.sort,
-        sorted_rows.count,
-        sorted_rows.activate,
-        sorted_rows.weigh,
-        sorted_rows.added_home,
+        sorted_experts.count,
+        sorted_experts.activate,
+        sorted_home.weigh,
+        sorted_home.added,
+        sorted_home.added_home,
     ),
     finish=finish,
     example=example,

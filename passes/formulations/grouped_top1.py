@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match
-from moe_compiler.passes.formulations import sorted_rows
+from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.grouped_products import last_grouped
 from moe_compiler.passes.formulations.walk import require
@@ -33,7 +33,7 @@ def sort(b: Bindings) -> None:
 
 
 def finish(b: Bindings) -> Match:
-    return sorted_rows.finish(b, "grouped_top1")
+    return sorted_experts.finish(b, "grouped_top1")
 
 
 class SingleExperts(torch.nn.Module):
@@ -78,10 +78,10 @@ GROUPED_TOP1 = Formulation(
     steps=(
         sorted_rows.dispatch,
         sort,
-        sorted_rows.count,
-        sorted_rows.activate,
-        sorted_rows.weigh,
-        sorted_rows.gathered_home,
+        sorted_experts.count,
+        sorted_experts.activate,
+        sorted_home.weigh,
+        sorted_home.gathered_home,
     ),
     finish=finish,
     example=example,

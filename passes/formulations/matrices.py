@@ -20,15 +20,15 @@ from moe_compiler.passes.formulations.walk import (
 __all__ = ["collect", "plain_product", "stored"]
 
 
-def plain_product(node: Node, what: str) -> Product:
-    """`node` as rows [n, in] times one matrix, without a bias; a Miss when it is not."""
+def plain_product(node: Node, what: str, *, biased: bool = False) -> Product:
+    """`node` as rows [n, in] times one matrix; a Miss when it is not. biased: the caller takes its bias apart."""
 
     def is_matrix(operand: Node) -> bool:
-        place = node.args[1]
+        place = node.args[2 if is_op(node, "addmm") else 1]
         second = place[1] if is_op(node, "einsum") else place  # type: ignore[index]
         return len(shape_of(operand)) == 2 and operand is second
 
-    return match_product(node, is_matrix, what)
+    return match_product(node, is_matrix, what, biased=biased)
 
 
 def stored(product: Product) -> tuple[Node, bool]:

@@ -36,6 +36,7 @@ __all__ = [
     "are_distinct",
     "in_range",
     "is_counting",
+    "is_pair_index",
     "is_written",
     "match_choice",
     "match_ids",
@@ -262,19 +263,22 @@ def rows_at(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def row_index(index: Node, of: Node) -> Node | None:
-    """The index [S] of whole rows of `of` [T, H] behind one for every element, index[:, None].expand(-1, H).
+def row_index(index: Node, of: Node, rows: sympy.Expr | None = None) -> Node | None:
+    """The index [S], or [S, 1], of whole rows of `of` [T, H] behind one for each element: index[:, None].expand(-1, H).
 
-    None when it is something else: one that is narrower than the rows leaves out the columns beyond it.
+    None when it is something else: one that is narrower than the rows leaves out the columns beyond it. rows: how many
+    there are by what the caller knows, where the size that the index is expanded to comes from the data.
     """
     if len(shape_of(index)) == 1:
         return index
     if is_op(index, "expand", "expand_as", "broadcast_to", "repeat", "tile"):
         source = index.args[0]
-        inner, full = shape_of(source), shape_of(index)
-        rows = len(inner) == len(full) == 2 and inner[1] == 1 and same_size(inner[0], full[0])
-        if rows and same_size(full[1], shape_of(of)[-1]):
-            return matrix_behind(source, inner[:1], lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
+        inner, full = shape_of(source), shape_of(index)  # type: ignore[arg-type]
+        column = len(inner) == len(full) == 2 and inner[1] == 1
+        whole = column and (same_size(inner[0], full[0]) or (rows is not None and same_size(inner[0], rows)))
+        if whole and same_size(full[1], shape_of(of)[-1]):
+            flat = matrix_behind(source, inner[:1], lambda n: view_or_cast(n) or is_index_cast(n))  # type: ignore[arg-type]
+            return source if flat is None else flat  # type: ignore[return-value]
     return None
 
 
@@ -288,6 +292,15 @@ def match_pair_index(node: Node, k: int) -> None:
     source = _doubled(index, k)
     require(source is not None, f"{op_name(index)} does not give the token of each (token, expert) pair", index)
     require(is_counting(strip_ids(source)), "the token index does not count the tokens", index)
+
+
+def is_pair_index(node: Node, k: int) -> bool:
+    """Is `node` p // k for every pair p?"""
+    try:
+        match_pair_index(node, k)
+    except Miss:
+        return False
+    return True
 
 
 def match_pair_rows(node: Node, tokens: sympy.Expr, k: int) -> Node:

@@ -6,6 +6,7 @@ from moe_compiler.passes.formulations.base import Formulation
 from moe_compiler.passes.formulations.batched_mm import BATCHED_MM
 from moe_compiler.passes.formulations.capacity import CAPACITY
 from moe_compiler.passes.formulations.dense_bmm import DENSE_BMM
+from moe_compiler.passes.formulations.drop_and_pad import DROP_AND_PAD
 from moe_compiler.passes.formulations.gather_einsum import GATHER_EINSUM
 from moe_compiler.passes.formulations.grouped_mm import GROUPED_MM
 from moe_compiler.passes.formulations.grouped_scatter import GROUPED_SCATTER
@@ -26,6 +27,7 @@ FORMULATIONS: tuple[Formulation, ...] = (
     GATHER_EINSUM,
     DENSE_BMM,
     CAPACITY,
+    DROP_AND_PAD,
     SPLIT_LINEAR,
     SPLIT_EXPERTS,
     ROUTING_MAP,

@@ -7,6 +7,9 @@
 `masked_select` walks the transposed map row by row, which is the order of an ascending sort of the ids. How many
 elements it finds comes from the data, so the block arrives in one graph only with `fullgraph=True`. The choices must
 be distinct within a token: a map cannot hold one twice.
+
+A capacity may drop choices, by whatever rule: kept = map & mask, and probs * kept. A dropped choice then has the weight
+zero, so running it as well is the same.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from moe_compiler.moe_ir import Match, op_name
-from moe_compiler.passes.formulations import sorted_rows
+from moe_compiler.moe_ir import Match, Miss, op_name
+from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
-from moe_compiler.passes.formulations.counts import choice_map, map_choice
+from moe_compiler.passes.formulations.counts import choice_map, kept_choices, map_choice
 from moe_compiler.passes.formulations.grouped_products import last_grouped, last_parts
 from moe_compiler.passes.formulations.pairs import is_counting, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
@@ -35,7 +38,7 @@ from moe_compiler.passes.formulations.walk import (
     swaps_last_two,
 )
 
-__all__ = ["ROUTING_MAP"]
+__all__ = ["ROUTING_MAP", "kept_weights"]
 
 
 def anchors(graph: Graph) -> list[Node]:
@@ -76,20 +79,57 @@ def select(b: Bindings) -> None:
     numbers, mask = token.args[:2]
     require(_counts_tokens(strip_ids(numbers)), "the map does not select numbers of tokens", token)
     chosen = _transposed_map(mask, token)
-    ids = map_choice(chosen)
-    choice_map(chosen, ids)
+    full = kept_choices(chosen)
+    if full is not None:
+        b.bind(kept=chosen)
+    ids = map_choice(chosen if full is None else full)
+    choice_map(chosen if full is None else full, ids)
     tokens = elements_of(shape_of(ids)[:-1])
     b.bind(ids=ids, k=int(shape_of(ids)[-1]), tokens=tokens, order=None, mask=mask, weights_of=_selected_weights)
     b.bind(x=token_rows(b.source, tokens, b.rows))
 
 
-def _selected_weights(b: Bindings, node: Node) -> Node:
+def _selected_weights(b: Bindings, node: Node) -> Node | None:
     """The [T, k] weights that were scattered into what `node` selects by the same map."""
     require(is_op(node, "masked_select"), f"the routing weights come from {op_name(node)}, not from a map", node)
     require(same_value(node.args[1], b.mask), "the routing weights are selected by another map", node)
     dense = strip_views(node.args[0])
     require(swaps_last_two(dense), "the selected weights are not the transpose of a [T, E] matrix", node)
     scores = strip_views_casts(dense.args[0])  # type: ignore[arg-type]
+    if "kept" in b.roles:
+        kept_weights(b, scores)
+        return None
+    return scattered_weights(b, scores)
+
+
+def kept_weights(b: Bindings, scores: Node) -> None:
+    """The weights [T, E] are those of the choices, times the map of those that are kept."""
+    operands = scores.args[:2] if is_op(scores, "mul") else ()
+    own = [operand for operand in operands if isinstance(operand, Node) and _same_map(operand, b.kept)]
+    require(
+        len(own) == 1 and len(operands) == 2,
+        "choices are dropped, and the weights are not multiplied by the map of those that are kept",
+        scores,
+        "multiply the dense weights by the map: probs = probs * kept",
+    )
+    dense = next(operand for operand in operands if operand is not own[0])
+    scattered_weights(b, strip_views_casts(dense))  # type: ignore[arg-type]
+    why = Miss("a capacity drops choices after the top-k", scores, "the router stays with Inductor")
+    b.bind(weights_TE=scores, router_miss=why)
+
+
+def _same_map(node: Node, kept: Node) -> bool:
+    """Is `node` the map `kept`, as truth values or numbers?"""
+    sources = []
+    for source in (node, kept):
+        while is_op(source, "to", "_to_copy", "type_as") or strip_views(source) is not source:
+            source = strip_views(source) if strip_views(source) is not source else source.args[0]  # type: ignore[assignment]
+        sources.append(source)
+    return sources[0] is sources[1]
+
+
+def scattered_weights(b: Bindings, scores: Node) -> Node:
+    """The [T, K] weights that `scores` [T, E] holds at the ids, with zeros elsewhere."""
     scattered = is_op(scores, "scatter") and isinstance(scores.args[3], Node)
     require(scattered, f"the dense weights come from {op_name(scores)}, not from a scatter", scores)
     base, dim, index, weights = scores.args[:4]
@@ -102,7 +142,7 @@ def _selected_weights(b: Bindings, node: Node) -> Node:
 
 
 def finish(b: Bindings) -> Match:
-    return sorted_rows.finish(b, "routing_map")
+    return sorted_experts.finish(b, "routing_map")
 
 
 class MappedExperts(torch.nn.Module):
@@ -152,10 +192,10 @@ ROUTING_MAP = Formulation(
     steps=(
         sorted_rows.dispatch,
         select,
-        sorted_rows.count,
-        sorted_rows.activate,
-        sorted_rows.weigh,
-        sorted_rows.added_home,
+        sorted_experts.count,
+        sorted_experts.activate,
+        sorted_home.weigh,
+        sorted_home.added_home,
     ),
     finish=finish,
     example=example,

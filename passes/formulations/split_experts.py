@@ -16,13 +16,15 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match, op_name
-from moe_compiler.passes.formulations import sorted_rows
+from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.activation import Activation, match_activation
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
+from moe_compiler.passes.formulations.bias import split_biases, vector_bias
 from moe_compiler.passes.formulations.contraction import Product, contraction
-from moe_compiler.passes.formulations.grouped_products import part_of, read_parts
+from moe_compiler.passes.formulations.grouped_products import part_of, part_product, read_parts
 from moe_compiler.passes.formulations.matrices import plain_product, stored
 from moe_compiler.passes.formulations.one_hot_loop import Expert
+from moe_compiler.passes.formulations.sorted_weights import weigh_input
 from moe_compiler.passes.formulations.walk import arg, dtype_of, is_op, require, shape_of, strip_views_casts
 
 __all__ = ["SPLIT_EXPERTS"]
@@ -40,7 +42,7 @@ def _split_before(node: Node, limit: int = 12) -> bool:
 
 
 def _is_product(node: object) -> bool:
-    """A product, also one with a bias: refused, but seen, so that the reason can be told."""
+    """A product, also one with a bias."""
     if is_op(node, "add", "add_"):
         return any(_is_product(source) for source in node.args[:2])  # type: ignore[attr-defined]
     return is_op(node, "linear", "addmm") or contraction(node) is not None
@@ -65,6 +67,8 @@ class _Expert:
     activation: Activation
     first: tuple[Product, ...]
     down: Product
+    first_bias: tuple[Node | None, ...]
+    down_bias: Node | None
 
     def kind(self) -> tuple[object, ...]:
         """What must be equal for all experts of one block."""
@@ -72,7 +76,8 @@ class _Expert:
         layouts = tuple((shape_of(matrix), transposed) for matrix, transposed in map(stored, products))
         half = self.activation.gate
         own = (*vars(replace(self.activation, gate=None, up=None)).values(), half.part, self.activation.up is not None)
-        return (*own, layouts, tuple(dtype_of(product.node) for product in products))
+        biases = tuple(bias is not None for bias in (*self.first_bias, self.down_bias))
+        return (*own, layouts, tuple(dtype_of(product.node) for product in products), biases)
 
 
 def experts(b: Bindings) -> None:
@@ -80,10 +85,12 @@ def experts(b: Bindings) -> None:
     found: list[_Expert] = []
     split: Node | None = None
     for number, part in enumerate(b.anchor.args[0]):
-        down = plain_product(strip_views_casts(part), f"down (expert {number})")
-        activation = match_activation(down.rows)
+        down, down_bias = part_product(part, f"down (expert {number})")
+        activation, added = split_biases(match_activation(down.rows))
+        what = f"gate and up (expert {number})"
         halves = [half.source for half in (activation.gate, activation.up) if half is not None]
-        first = tuple(plain_product(source, f"gate and up (expert {number})") for source in halves)
+        first = tuple(plain_product(source, what, biased=True) for source in halves)
+        first_bias = tuple(vector_bias(added.get(source), what) for source in halves)
         for product in first:
             read = part_of(product.rows)
             own = strip_views_casts(product.rows)
@@ -94,11 +101,11 @@ def experts(b: Bindings) -> None:
             split = read[0]
         for product in (*first, down):
             require(product.rows_letters[-1:] == product.contracted, "the rows are not [n, in]", product.node)
-        found.append(_Expert(activation, first, down))
+        found.append(_Expert(activation, first, down, first_bias, down_bias))
     assert split is not None
     sizes = tuple(split.args[1])  # type: ignore[arg-type]
     require(len(sizes) == len(found), f"{len(sizes)} parts but {len(found)} experts", b.anchor)
-    b.bind(each=found, sizes=sizes, split=split)
+    b.bind(each=found, sizes=sizes, split=split, last=b.anchor)
 
 
 def dispatch(b: Bindings) -> None:
@@ -108,8 +115,9 @@ def dispatch(b: Bindings) -> None:
 
 def count(b: Bindings) -> None:
     """They are split by the counts of those ids."""
-    counted = sorted_rows.match_sizes(b, b.sizes)
+    counted = sorted_experts.match_sizes(b, b.sizes)
     require(counted == len(b.each), f"{counted} counts but {len(b.each)} experts", b.anchor)
+    b.bind(experts=counted)
 
 
 def alike(b: Bindings) -> None:
@@ -119,7 +127,7 @@ def alike(b: Bindings) -> None:
         kinds.setdefault(expert.kind(), number)
     pair = " and ".join(map(str, list(kinds.values())[:2]))
     require(len(kinds) == 1, f"experts {pair} differ in activation, layout or dtype", b.anchor)
-    sorted_rows.weigh_input(b, dtype_of(b.each[0].first[0].node))
+    weigh_input(b, dtype_of(b.each[0].first[0].node))
 
 
 def finish(b: Bindings) -> Match:
@@ -131,7 +139,11 @@ def finish(b: Bindings) -> Match:
     columns = {role: [stored(product) for product in column] for role, column in products.items()}
     matrices = {role: tuple(matrix for matrix, _ in column) for role, column in columns.items()}
     transposed = frozenset(role for role, column in columns.items() if column[0][1])
-    return sorted_rows.match_of(b, "split_experts", activation, b.each[0].down.node, matrices, transposed)
+    vectors = {"gate": [expert.first_bias[0] for expert in b.each], "down": [expert.down_bias for expert in b.each]}
+    if "up" in products:
+        vectors["up"] = [expert.first_bias[1] for expert in b.each]
+    biases = {role: () if column[0] is None else tuple(column) for role, column in vectors.items()}
+    return sorted_experts.match_of(b, "split_experts", activation, b.each[0].down.node, matrices, transposed, biases)
 
 
 class SplitModules(torch.nn.Module):
@@ -168,7 +180,7 @@ SPLIT_EXPERTS = Formulation(
     name="split_experts",
     summary="sorted rows split by a list of sizes, a whole expert a part (torchtitan's loop, DeepSeek's inference)",
     anchors=anchors,
-    steps=(experts, dispatch, sorted_rows.sort, count, alike, sorted_rows.weigh, sorted_rows.home),
+    steps=(experts, dispatch, sorted_rows.sort, count, alike, sorted_home.weigh, sorted_home.home),
     finish=finish,
     example=example,
 )

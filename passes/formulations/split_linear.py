@@ -15,20 +15,23 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match
-from moe_compiler.passes.formulations import sorted_rows
+from moe_compiler.passes.formulations import sorted_experts, sorted_home, sorted_rows
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
-from moe_compiler.passes.formulations.grouped_products import last_parts
+from moe_compiler.passes.formulations.grouped_products import last_parts, last_slices
 
 __all__ = ["SPLIT_LINEAR"]
 
 
 def anchors(graph: Graph) -> list[Node]:
-    """Concatenated products of the parts of a split, fed by others like them: the down projections."""
-    return last_parts(graph)
+    """Concatenated products of the parts of a split, fed by others like them: the down projections.
+
+    And those of slices that are cut by hand (Aria in transformers 4): refused, with what to write instead.
+    """
+    return [*last_parts(graph), *last_slices(graph)]
 
 
 def finish(b: Bindings) -> Match:
-    return sorted_rows.finish(b, "split_linear")
+    return sorted_experts.finish(b, "split_linear")
 
 
 class ParallelExperts(torch.nn.Module):
@@ -82,10 +85,10 @@ SPLIT_LINEAR = Formulation(
     steps=(
         sorted_rows.dispatch,
         sorted_rows.sort,
-        sorted_rows.count,
-        sorted_rows.activate,
-        sorted_rows.weigh,
-        sorted_rows.home,
+        sorted_experts.count,
+        sorted_experts.activate,
+        sorted_home.weigh,
+        sorted_home.home,
     ),
     finish=finish,
     example=example,

@@ -31,6 +31,7 @@ __all__ = [
     "only_user",
     "producer",
     "read_by",
+    "reads_only_shape",
     "require",
     "same_shape",
     "same_size",
@@ -81,6 +82,8 @@ _READS_NO_VALUES = (
     "new_full",
     "new_ones",
 )
+# Operators that tell or take a size of their first argument.
+_READS_A_SIZE = ("sym_size", "sym_numel", *_READS_NO_VALUES)
 _READS_THE_FIRST = ("type_as", "view_as", "reshape_as", "expand_as")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -300,6 +303,11 @@ def producer(node: object, reason: str) -> Node:
     if not isinstance(node, Node):
         raise Miss(reason)
     return node
+
+
+def reads_only_shape(node: Node) -> bool:
+    """Does an operator take nothing but sizes, dtype or device from its first argument?"""
+    return is_op(node, *_READS_A_SIZE)
 
 
 def read_by(node: Node) -> list[Node]:

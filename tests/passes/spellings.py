@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401 - defines transformers::grouped_mm_fallback
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,6 +49,7 @@ class Block(torch.nn.Module):
 
         self.router = torch.nn.Parameter(torch.randn(E, H, dtype=dtype))
         self.bias = made(E)
+        self.gate_up_bias, self.down_bias = made(E, 2 * I), made(E, H)
         self.gate_up, self.gate, self.up, self.down = made(E, 2 * I, H), made(E, I, H), made(E, I, H), made(E, H, I)
         self.gate_up_t, self.gate_t, self.up_t, self.down_t = (
             made(E, H, 2 * I),
@@ -70,7 +72,14 @@ def choose(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return (weights / weights.sum(-1, keepdim=True)).to(x.dtype), ids
 
 
-# grouped_mm: bf16 alone, since torch's own grouped matmul computes in nothing else
+# grouped_mm
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+    """torch's grouped matmul; in fp32, which that does not compute when compiled, transformers' operator."""
+    if rows.dtype == torch.float32:
+        return torch.ops.transformers.grouped_mm_fallback(rows, weights, offs=offs)
+    return torch._grouped_mm(rows, weights, offs=offs)
 
 
 def offsets_of(ids: Tensor) -> Tensor:
@@ -82,12 +91,41 @@ def grouped_index_add(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     perm = ids.flatten().argsort(stable=True)
     token = torch.div(perm, K, rounding_mode="floor")
     rows = x.index_select(0, token)
-    offsets = offsets_of(ids)
-    gate = torch._grouped_mm(rows, b.gate.mT, offs=offsets)
-    up = torch._grouped_mm(rows, b.up.mT, offs=offsets)
-    rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets)
+    offsets = F.one_hot(ids, E).sum((0, 1)).cumsum(0, dtype=torch.int32)
+    gate = grouped_matmul(rows, b.gate.mT, offs=offsets)
+    up = grouped_matmul(rows, b.up.mT, offs=offsets)
+    rows = grouped_matmul(F.silu(gate) * up, b.down.mT, offs=offsets)
     rows = rows * weights.flatten()[perm][:, None]
     return torch.zeros_like(x).index_add(0, token, rows)
+
+
+def grouped_selected(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Biases of the sorted ids, which are the ids at the permutation; rows selected by the inverse, one einsum."""
+    weights, ids = choose(x, logits)
+    flat = ids.flatten()
+    perm = flat.argsort(stable=True)
+    ordered = flat[perm]
+    offsets = F.one_hot(flat, E).sum(0).cumsum(0).to(torch.int32)
+    token = torch.arange(x.shape[0]).repeat_interleave(K)[perm]
+    first = grouped_matmul(torch.index_select(x, 0, token), b.gate_up.mT, offs=offsets) + b.gate_up_bias[ordered]
+    gate, up = first[:, ::2], first[:, 1::2]
+    rows = grouped_matmul(F.silu(gate) * up, b.down.mT, offs=offsets)
+    rows = rows + b.down_bias.index_select(0, ordered)
+    inverse = torch.zeros_like(perm).scatter_(0, perm, torch.arange(perm.shape[0]))
+    return torch.einsum("tkh,tk->th", torch.index_select(rows, 0, inverse).view(-1, K, H), weights)
+
+
+def grouped_weighted_first(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The weights on the tokens; rows gathered element by element, with the inverse written at the permutation."""
+    weights, ids = choose(x, logits)
+    ordered, perm = ids.view(-1).sort(stable=True)
+    offsets = torch.histc(ordered.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+    rows = x[perm // K] * weights.view(-1)[perm].unsqueeze(1)
+    gate = grouped_matmul(rows, b.gate_t, offs=offsets)
+    rows = grouped_matmul(F.gelu(gate) * grouped_matmul(rows, b.up_t, offs=offsets), b.down_t, offs=offsets)
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.shape[0])
+    return torch.gather(rows, 0, inverse[:, None].expand(-1, H)).view(x.shape[0], K, H).sum(1)
 
 
 def grouped_weighted_at_home(b: Block, x: Tensor, logits: Tensor) -> Tensor:
@@ -95,8 +133,8 @@ def grouped_weighted_at_home(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     ordered, perm = ids.view(-1).sort(stable=True)
     counts = torch.histc(ordered.float(), bins=E, min=0, max=E - 1)
     offsets = counts.cumsum(dim=0).to(torch.int32)
-    gate, up = torch._grouped_mm(x[perm // K], b.gate_up_t, offs=offsets).split(I, dim=-1)
-    rows = torch._grouped_mm(up * (gate * torch.sigmoid(gate)), b.down_t, offs=offsets)
+    gate, up = grouped_matmul(x[perm // K], b.gate_up_t, offs=offsets).split(I, dim=-1)
+    rows = grouped_matmul(up * (gate * torch.sigmoid(gate)), b.down_t, offs=offsets)
     rows = rows[torch.argsort(perm)].unflatten(0, (-1, K))
     return (rows * weights.unsqueeze(2)).sum(dim=-2)
 
@@ -106,8 +144,8 @@ def grouped_descending(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     perm = ids.flatten().argsort(stable=True, descending=True)
     rows = x[perm // K]
     offsets = offsets_of(E - 1 - ids)
-    gate, up = torch._grouped_mm(rows, b.gate_up.mT, offs=offsets).chunk(2, -1)
-    rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets)
+    gate, up = grouped_matmul(rows, b.gate_up.mT, offs=offsets).chunk(2, -1)
+    rows = grouped_matmul(F.silu(gate) * up, b.down.mT, offs=offsets)
     return torch.zeros_like(x).index_add(0, perm // K, rows * weights.flatten()[perm][:, None])
 
 
@@ -118,10 +156,10 @@ def _grouped(
     perm = ids.flatten().argsort(stable=True)
     rows = x[perm // k]
     offsets = offsets_of(ids if counted is None else counted(ids))
-    gate, up = torch._grouped_mm(rows, b.gate_up.mT, offs=offsets).chunk(2, -1)
+    gate, up = grouped_matmul(rows, b.gate_up.mT, offs=offsets).chunk(2, -1)
     if twice:
         up = gate
-    rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets)
+    rows = grouped_matmul(F.silu(gate) * up, b.down.mT, offs=offsets)
     rows = rows * weights.flatten()[perm][:, None]
     if scaled:
         rows = rows * 2
@@ -456,7 +494,11 @@ def _where(
 
 
 SPELLINGS: dict[str, dict[str, Spelling]] = {
-    "grouped_mm": {"index_add": grouped_index_add, "weighted_at_home": grouped_weighted_at_home},
+    "grouped_mm": {
+        "weighted_at_home": grouped_weighted_at_home,
+        "selected": grouped_selected,
+        "weighted_first": grouped_weighted_first,
+    },
     "batched_mm": {
         "transposed": batched_transposed,
         "einsum": batched_einsum,
@@ -521,23 +563,23 @@ def _einsum_square(b: Block, x: Tensor, logits: Tensor) -> Tensor:
 
 
 DAMAGED: tuple[Damaged, ...] = (
-    _bf16("descending", grouped_descending, "order", "descending"),
-    _bf16("another_k", lambda b, x, l: _grouped(b, x, l, k=K + 1), "order", "perm // 3, but 2 experts a token"),
+    _bf16("descending", grouped_descending, "sort", "descending"),
+    _bf16("another_k", lambda b, x, l: _grouped(b, x, l, k=K + 1), "sort", "perm // 3, but 2 experts a token"),
     _bf16(
         "other_counts",
         lambda b, x, l: _grouped(b, x, l, counted=lambda i: E - 1 - i),
-        "offsets",
+        "count",
         "not of the sorted ids",
     ),
-    _bf16("gate_twice", lambda b, x, l: _grouped(b, x, l, twice=True), "down", "the same half of the matmul"),
-    _bf16("not_inverted", lambda b, x, l: _grouped(b, x, l, home=lambda p: p), "home", "not the inverse"),
+    _bf16("gate_twice", lambda b, x, l: _grouped(b, x, l, twice=True), "activate", "the same half of the matmul"),
+    _bf16("not_inverted", lambda b, x, l: _grouped(b, x, l, home=lambda p: p), "gathered_home", "not the inverse"),
     _bf16(
         "other_inverse",
         lambda b, x, l: _grouped(b, x, l, home=lambda p: p.flip(0).argsort()),
-        "home",
+        "gathered_home",
         "not the inverse",
     ),
-    _bf16("scaled", lambda b, x, l: _grouped(b, x, l, scaled=True), "home", "mul"),
+    _bf16("scaled", lambda b, x, l: _grouped(b, x, l, scaled=True), "returned", "mul"),
     Damaged(
         "batched_mm",
         "tiled",

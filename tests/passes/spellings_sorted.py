@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.passes.spellings import Block, Damaged, E, H, I, K, Spelling, choose
+from tests.passes.spellings import Block, Damaged, E, H, I, K, Spelling, choose, grouped_index_add, grouped_matmul
 
 BF16 = torch.bfloat16
 
@@ -116,12 +116,12 @@ def grouped(
     column = weight_of(scores, perm).reshape(-1, 1)
     if at == "before":
         rows = (rows.to(torch.float32) * column).to(x.dtype)
-    gate = torch._grouped_mm(rows, b.gate.mT, offs=offsets)
-    up = torch._grouped_mm(rows_for_up(rows), b.up.mT, offs=offsets)
+    gate = grouped_matmul(rows, b.gate.mT, offs=offsets)
+    up = grouped_matmul(rows_for_up(rows), b.up.mT, offs=offsets)
     hidden = act(gate, up)
     if at == "middle":
         hidden = (hidden * column).to(x.dtype)
-    rows = torch._grouped_mm(hidden, b.down.mT, offs=offsets)
+    rows = grouped_matmul(hidden, b.down.mT, offs=offsets)
     if at == "after":
         rows = (rows.to(torch.float32) * column).to(x.dtype)
     return add(x, token, rows)
@@ -167,10 +167,27 @@ def packed_gate_up(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     offsets = by_comparison(ids, logits).cumsum(dim=0).to(dtype=torch.int32)
     perm = ids.flatten().argsort(stable=True)
     token = torch.div(perm, K, rounding_mode="floor")
-    gate, up = torch._grouped_mm(torch.index_select(x, 0, token), b.gate_up_t, offs=offsets).split(I, dim=-1)
-    rows = torch._grouped_mm(up * F.silu(gate), b.down_t, offs=offsets)
+    gate, up = grouped_matmul(torch.index_select(x, 0, token), b.gate_up_t, offs=offsets).split(I, dim=-1)
+    rows = grouped_matmul(up * F.silu(gate), b.down_t, offs=offsets)
     rows = rows * scores.flatten().index_select(0, perm)[:, None].to(x.dtype)
     return x.new_zeros(x.shape).scatter_add(0, token.unsqueeze(-1).expand_as(rows), rows)
+
+
+def grouped_repeated_bias(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """torchtitan's gpt-oss: each expert's bias repeated for its rows, addcmul; megablocks' token of each pair."""
+    scores, ids = choose_wide(logits)
+    counts = by_one_hot(ids, logits)
+    offsets, total = ends(counts), ids.numel()
+    perm = ids.view(-1).argsort(stable=True)
+    rows = grouped_matmul(x[perm // K], b.gate_up.mT, offs=offsets)
+    rows = rows + b.gate_up_bias.repeat_interleave(counts, dim=0, output_size=total).to(rows.dtype)
+    gate, up = rows[..., ::2], rows[..., 1::2]
+    glu = gate * torch.sigmoid(gate * 1.702)
+    rows = grouped_matmul(torch.addcmul(glu, glu, up), b.down.mT, offs=offsets)
+    rows = rows + torch.repeat_interleave(b.down_bias, counts, dim=0, output_size=total)
+    rows = (rows.float() * scores.view(-1)[perm].unsqueeze(1)).to(x.dtype)
+    token = torch.arange(x.shape[0]).repeat_interleave(K)[perm]
+    return torch.zeros_like(x).index_add(0, token, rows)
 
 
 # grouped_top1
@@ -185,7 +202,7 @@ def top1(
     weigh: Callable[[Tensor, Tensor], Tensor] = lambda x, w: x * w,
     read: Callable[[Tensor, Tensor], Tensor] = lambda rows, perm: rows[perm],
     home: Callable[[Tensor], Tensor] = torch.argsort,
-    counts: Callable[[Tensor], Tensor] = lambda ids: torch.bincount(ids, minlength=E),
+    counts: Callable[[Tensor], Tensor] = lambda ids: torch.histc(ids.float(), bins=E, min=0, max=E - 1),
     after: bool = False,
 ) -> Tensor:
     values, ids = torch.topk(logits, k)
@@ -193,8 +210,8 @@ def top1(
     perm = torch.argsort(flat, stable=True)
     offsets = ends(counts(flat))
     rows = read(x if after else weigh(x, weights), perm)
-    gate, up = torch._grouped_mm(rows, b.gate_up.mT, offs=offsets).chunk(2, -1)
-    rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets)
+    gate, up = grouped_matmul(rows, b.gate_up.mT, offs=offsets).chunk(2, -1)
+    rows = grouped_matmul(F.silu(gate) * up, b.down.mT, offs=offsets)
     rows = rows[home(perm)]
     return weigh(rows, weights) if after else rows
 
@@ -217,8 +234,8 @@ def top1_sorted_weights(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     perm = flat.argsort(stable=True)
     offsets = ends(F.one_hot(flat, E).sum(0))
     rows = x[perm] * weights.view(-1)[perm].unsqueeze(-1)
-    gate, up = torch._grouped_mm(rows, b.gate_t, offs=offsets), torch._grouped_mm(rows, b.up_t, offs=offsets)
-    rows = torch._grouped_mm(F.silu(gate) * up, b.down_t, offs=offsets)
+    gate, up = grouped_matmul(rows, b.gate_t, offs=offsets), grouped_matmul(rows, b.up_t, offs=offsets)
+    rows = grouped_matmul(F.silu(gate) * up, b.down_t, offs=offsets)
     return rows.index_select(0, flat.argsort(stable=True).argsort())
 
 
@@ -282,6 +299,44 @@ def split_transposed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter_add(0, token[:, None].expand(-1, H), rows)
 
 
+def split_biased(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """A bias in each part's product; JetMoE's result adds one more, which is not the block's."""
+    weights, ids = choose(x, logits)
+    sizes = by_map(ids, logits).tolist()
+    perm = ids.flatten().sort(0)[1]
+    pieces = x[perm // K].split(sizes)
+    both = torch.cat([F.linear(pieces[e], b.gate_up[e], b.gate_up_bias[e]) for e in range(E)])
+    gate, up = both.chunk(2, -1)
+    pieces = (F.silu(gate) * up).split(sizes)
+    rows = torch.cat([pieces[e] @ b.down[e].T + b.down_bias[e] for e in range(E)])
+    return torch.zeros_like(x).index_add(0, perm // K, rows * weights.flatten()[perm, None]) + b.down_bias[0]
+
+
+def split_sorted_bias(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    *,
+    index: Callable[[Tensor, Tensor], Tensor] = lambda ordered, flat: ordered,
+    first: Callable[[Tensor, Tensor], Tensor] = lambda rows, bias: rows + bias,
+    hidden: Callable[[Tensor, Tensor], Tensor] = lambda act, column: act,
+    bias_of: Callable[[Block, int], Tensor | None] = lambda b, e: None,
+    repeats: Callable[[Tensor], Tensor] = lambda counts: counts,
+) -> Tensor:
+    """The bias of each row's expert behind the parts, by the sorted ids and repeated; rows copied home."""
+    weights, ids = choose(x, logits)
+    counts = by_map(ids, logits)
+    sizes = counts.tolist()
+    ordered, perm = ids.flatten().sort()
+    rows = first(parts(x[perm // K], sizes, b.gate_up), b.gate_up_bias[index(ordered, ids.flatten())])
+    gate, up = rows.to(x.dtype).chunk(2, -1)
+    pieces = hidden(F.silu(gate) * up, weights.flatten()[perm, None]).split(sizes)
+    rows = torch.cat([F.linear(pieces[e], b.down[e], bias_of(b, e)) for e in range(E)])
+    rows = rows + b.down_bias.repeat_interleave(repeats(counts), 0, output_size=ordered.shape[0])
+    home = torch.zeros(rows.shape, dtype=rows.dtype).index_copy_(0, perm, rows)
+    return (home.view(x.shape[0], K, H) * weights[..., None]).sum(1)
+
+
 # split_experts
 
 
@@ -289,6 +344,11 @@ def titan_expert(b: Block, e: int, part: Tensor) -> Tensor:
     """torchtitan's loop: matrices transposed, two products and one."""
     hidden = F.silu(torch.matmul(part, b.gate[e].transpose(-2, -1)))
     return torch.matmul(hidden * torch.matmul(part, b.up[e].transpose(-2, -1)), b.down[e].transpose(-2, -1))
+
+
+def biased_expert(b: Block, e: int, part: Tensor) -> Tensor:
+    hidden = torch.addmm(b.gate_up_bias[e, :I], part, b.gate_t[e])
+    return F.linear(F.relu(hidden), b.down[e], b.down_bias[e])
 
 
 def split_whole(
@@ -385,6 +445,60 @@ def mapped_one_hot(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return x.new_zeros(x.shape).scatter_add(0, token.unsqueeze(1).expand(-1, H), rows)
 
 
+def mapped_grouped(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Grouped matmuls over the map's rows, a bias repeated, the probabilities before the second product."""
+    weights, ids = choose(x, logits)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+    counts, turned = chosen.sum(0), chosen.T.contiguous()
+    token = torch.arange(x.shape[0])[None].expand(E, -1).masked_select(turned)
+    probs = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, ids, weights).T.masked_select(turned)
+    offsets = ends(counts)
+    rows = grouped_matmul(x[token], b.gate_up.mT, offs=offsets)
+    rows = rows + b.gate_up_bias.repeat_interleave(counts, dim=0, output_size=token.shape[0])
+    gate, up = rows.chunk(2, -1)
+    rows = grouped_matmul(F.silu(gate) * up * probs[:, None], b.down.mT, offs=offsets)
+    return torch.zeros_like(x).index_add(0, token, rows)
+
+
+def best_third(scores: Tensor) -> Tensor:
+    """Megatron's mask of the tokens with the largest scores, for each expert."""
+    _, best = torch.topk(scores, k=scores.shape[0] // 3, dim=0, sorted=False)
+    return torch.zeros_like(scores).scatter(0, best, 1).bool()
+
+
+def first_ones(probs: Tensor, chosen: Tensor) -> Tensor:
+    """The first tokens of each expert fit, as far as its capacity goes."""
+    return torch.cumsum(chosen.int(), dim=0) <= 9
+
+
+def mapped_dropped(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    *,
+    fits: Callable[[Tensor, Tensor], Tensor] = lambda probs, chosen: best_third(probs),
+    weigh: Callable[[Tensor, Tensor], Tensor] = lambda probs, kept: probs * kept,
+    counted: Callable[[Tensor, Tensor], Tensor] = lambda chosen, kept: kept.sum(dim=0),
+    at: str = "after",
+) -> Tensor:
+    """Megatron with a capacity and without padding: each expert keeps the choices that fit."""
+    weights, ids = choose(x, logits)
+    probs = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, ids, weights)
+    chosen = torch.zeros_like(logits).int().scatter(1, ids, 1).bool()
+    kept = torch.logical_and(chosen, fits(probs, chosen))
+    probs, turned = weigh(probs, kept), kept.T.contiguous()
+    token = torch.arange(x.shape[0]).unsqueeze(0).expand(E, -1).masked_select(turned)
+    column = probs.T.contiguous().masked_select(turned).unsqueeze(-1)
+    rows = x.index_select(0, token)
+    rows = rows * column if at == "before" else rows
+    sizes = counted(chosen, kept).tolist()
+    gate, up = parts(rows, sizes, b.gate_up).chunk(2, dim=-1)
+    act = F.silu(gate) * up
+    rows = parts(act * column if at == "middle" else act, sizes, b.down)
+    rows = rows * column if at == "after" else rows
+    return torch.zeros_like(x).scatter_add(0, token.unsqueeze(1).expand(-1, H), rows)
+
+
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "grouped_scatter": {
         "before": scores_before,
@@ -392,19 +506,35 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "token_of_pair": token_of_pair,
         "packed": packed_gate_up,
         "onto_shared": onto_shared_expert,
+        "index_add": grouped_index_add,
+        "repeated_bias": grouped_repeated_bias,
     },
     "grouped_top1": {
         "sorted_weights": top1_sorted_weights,
         "written_back": top1_written_back,
         "after": lambda b, x, l: top1(b, x, l, after=True),
     },
-    "split_linear": {"modules": split_modules, "transposed": split_transposed},
+    "split_linear": {
+        "modules": split_modules,
+        "transposed": split_transposed,
+        "biased": split_biased,
+        "sorted_bias": split_sorted_bias,
+    },
     "split_experts": {
         "titan": split_whole,
         "before": lambda b, x, l: split_whole(b, x, l, at="before"),
         "written_back": split_written_back,
+        "biased": lambda b, x, l: split_whole(b, x, l, expert=biased_expert),
     },
-    "routing_map": {"after": mapped, "one_hot": mapped_one_hot},
+    "routing_map": {
+        "after": mapped,
+        "one_hot": mapped_one_hot,
+        "grouped": mapped_grouped,
+        "dropped": mapped_dropped,
+        "dropped_by_position": lambda b, x, l: mapped_dropped(
+            b, x, l, fits=lambda probs, chosen: best_third(chosen.int()), at="middle"
+        ),
+    },
 }
 
 
@@ -430,6 +560,19 @@ def _whole(name: str, step: str, words: str, **changed: Any) -> Damaged:
 
 def _map(name: str, step: str, words: str, **changed: Any) -> Damaged:
     return Damaged("routing_map", name, lambda b, x, l: mapped(b, x, l, **changed), step, words)
+
+
+def _dropped(name: str, step: str, words: str, **changed: Any) -> Damaged:
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        return mapped_dropped(b, x, logits, fits=first_ones, **changed)
+
+    return Damaged("routing_map", f"dropped_{name}", spelling, step, words)
+
+
+def _bias(name: str, words: str, dtype: torch.dtype = torch.float32, step: str = "activate", **changed: Any) -> Damaged:
+    return Damaged(
+        "split_linear", f"bias_{name}", lambda b, x, l: split_sorted_bias(b, x, l, **changed), step, words, dtype
+    )
 
 
 def relu_expert(one: Any, part: Tensor) -> Tensor:
@@ -494,7 +637,7 @@ DAMAGED: tuple[Damaged, ...] = (
         add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
     ),
     _scatter(
-        "replaces", "added_home", "consumed by scatter",
+        "replaces", "added", "consumed by scatter",
         add=lambda x, token, rows: torch.zeros_like(x).scatter(0, rows_of(token), rows),
     ),
     _scatter(
@@ -502,7 +645,7 @@ DAMAGED: tuple[Damaged, ...] = (
         add=lambda x, token, rows: torch.zeros_like(x).index_add(0, token, rows, alpha=0.5),
     ),
     _scatter(
-        "largest", "added_home", "scatter_reduce",
+        "largest", "added", "scatter_reduce",
         add=lambda x, token, rows: torch.zeros_like(x).scatter_reduce(0, rows_of(token), rows, "amax"),
     ),
     _top1("no_order", "dispatch", "not from a gather", read=lambda rows, perm: rows),
@@ -550,6 +693,18 @@ DAMAGED: tuple[Damaged, ...] = (
         "overwrites", "added_home", "overwrite one another",
         add=lambda x, token, rows: torch.zeros_like(x).index_put((token,), rows),
     ),
+    _bias("of_pairs", "not gathered by the sorted ids", index=lambda ordered, flat: flat),
+    _bias("of_others", "not gathered by the sorted ids", index=lambda ordered, flat: E - 1 - ordered),
+    _bias("scaled", "scaled (alpha)", first=lambda rows, bias: torch.add(rows, bias, alpha=0.5)),
+    _bias("wider", "added in torch.float32", BF16, first=lambda rows, bias: rows + bias.float()),
+    _bias("other_repeats", "does not count the ids", repeats=lambda counts: counts.flip(0)),
+    _bias("twice", "two biases", bias_of=lambda b, e: b.down_bias[e]),
+    _bias("of_some", "not all have a bias", step="dispatch", bias_of=lambda b, e: b.down_bias[e] if e else None),
+    _bias("unweighted", "whose bias it does not weight", hidden=lambda act, column: act * column),
+    _dropped("weights_of_all", "weigh", "not multiplied by the map", weigh=lambda probs, kept: probs),
+    _dropped("other_weights", "weigh", "not multiplied by the map", weigh=lambda probs, kept: probs * kept.flip(0)),
+    _dropped("counts_of_all", "count", "not of the choices that are kept", counted=lambda chosen, kept: chosen.sum(0)),
+    _dropped("weighted_before", "activate", "weighted before the experts", at="before"),
     _whole("other_parts", "experts", "reads part 3", order=(3, 2, 1, 0)),
     _whole(
         "of_all_rows", "experts", "not a part of the rows",

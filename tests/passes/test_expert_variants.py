@@ -172,8 +172,8 @@ class Experts(nn.Module):
 
 
 FORMULATION = {
-    "grouped": "grouped_mm",
-    "megatron": "grouped_mm",
+    "grouped": "grouped_scatter",
+    "megatron": "grouped_scatter",
     "gathered": "batched_mm",
     "gathered_inside": "batched_mm",
     "columns": "gather_einsum",

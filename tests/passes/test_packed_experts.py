@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_compiler.backend import last_reports
 from moe_compiler.report import Report
 from moe_compiler.testing import run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
@@ -95,6 +96,23 @@ def test_rows_that_are_normalised_need_the_ids_in_their_order():
     _, report = run_passes(module, CAPTURE, torch.randn(5, H).bfloat16())
     (miss,) = report.misses
     assert (miss.formulation, miss.step) == ("grouped_mm", "weigh") and "sorted ids" in miss.reason and miss.hint
+
+
+def test_rows_of_parts_that_are_normalised_are_as_many_as_the_data_says():
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        sizes = F.one_hot(ids, E).sum((0, 1)).tolist()
+        _, perm = ids.reshape(-1).sort(stable=True)
+        gate = torch.cat([F.linear(part, b.gate[e]) for e, part in enumerate(x[perm // K].split(sizes))])
+        rows = torch.cat([F.linear(part, b.down[e]) for e, part in enumerate(F.silu(gate).split(sizes))])
+        rows = F.rms_norm(rows, (H,)) * weights.reshape(-1)[perm].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, perm // K, rows)
+
+    module, x = Block(spelling), torch.randn(7, H)
+    torch.testing.assert_close(compile_eager(module)(x), module(x))
+    (miss,) = last_reports()[-1].misses
+    assert not last_reports()[-1].matches
+    assert (miss.formulation, miss.step) == ("split_linear", "weigh") and "comes from the data" in miss.reason
 
 
 def doubled(b: Block, rows: Tensor) -> Tensor:

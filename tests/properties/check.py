@@ -81,7 +81,7 @@ def run(case: Case, seed: int) -> Outcome:
             return outcome
     known = last_reports()
     try:
-        with mock.patch.object(compilation, "run_phase", _run_phase_twice):
+        with mock.patch.object(compilation, "run_phase", run_phase_twice):
             compiled = _compile(case, model)
             _judge(case, model, compiled, list(zip(inputs, expected, strict=True)))
         reports = [report for report in last_reports() if not any(report is old for old in known)]
@@ -334,7 +334,7 @@ def _check_errors(
 # Matches and passes
 
 
-def _run_phase_twice(module: GraphModule, phase: str, context: Context) -> int:
+def run_phase_twice(module: GraphModule, phase: str, context: Context) -> int:
     """`run_phase`, and once more on what it left: a pass list at its fixed point finds nothing to do."""
     total = pipeline.run_phase(module, phase, context)
     text = str(module.graph)

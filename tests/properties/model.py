@@ -135,10 +135,10 @@ class Block(torch.nn.Module):
         gate = parts[0]
         if c.activation == "swiglu_clamp":
             act = gate.clamp(max=1.5)
-            act = act / (1 + torch.exp(-1.702 * act)) * (parts[1].clamp(-1.5, 1.5) + 1)
+            act = act * _logistic(1.702 * act) * (parts[1].clamp(-1.5, 1.5) + 1)
         else:
             act = {
-                "silu": lambda t: t / (1 + torch.exp(-t)),
+                "silu": lambda t: t * _logistic(t),
                 "gelu": lambda t: t * 0.5 * (1 + torch.erf(t * 0.5**0.5)),
                 "gelu_tanh": lambda t: t * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (t + 0.044715 * t**3))),
                 "relu": lambda t: t * (t > 0),
@@ -147,6 +147,11 @@ class Block(torch.nn.Module):
             act = act * parts[1] if c.gated else act
         rows = product(act, "down")
         return rows if c.weight_at == "input" else rows * weights[..., None]
+
+
+def _logistic(t: Tensor) -> Tensor:
+    """1 / (1 + exp(-t)), of any t: what exp(-t) overflows at gives a gradient of 0 and not NaN."""
+    return (1 + torch.tanh(t / 2)) / 2
 
 
 class Model(torch.nn.Module):

@@ -103,9 +103,9 @@ def exact_weights(c: Case, module: Any, logits: Tensor, ids: Tensor) -> Tensor:
         total = torch.logsumexp(logits if c.order == "before" else chosen, -1, keepdim=True)
         weights = torch.exp(chosen - total)
     elif c.score == "sigmoid":
-        weights = 1 / (1 + torch.exp(-chosen))
+        weights = 0.5 * (1 + torch.tanh(0.5 * chosen))
     elif c.score == "sqrtsoftplus":
-        weights = torch.log1p(torch.exp(chosen)) ** 0.5
+        weights = torch.logaddexp(chosen, torch.zeros_like(chosen)) ** 0.5
     else:
         weights = chosen
     total = weights.sum(-1, keepdim=True)
