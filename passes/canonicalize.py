@@ -3,7 +3,8 @@
 Only what leaves every value as it was: an in-place operator on memory that nobody else can see becomes the operator
 that returns a new tensor, and casts, reshapes, slices and dropouts that change nothing disappear. An in-place operator
 on an input, on a view of one, or on anything still read under its old name afterwards stays as it is. What an exported
-program states about the dtype of a value has been checked by the capture, and goes.
+program states about the dtype of a value has been checked by the capture, and goes. A choice of one expert a token
+keeps its dimension, [T, 1], which a view then drops: as a top-k of one it has that dimension too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
-from moe_compiler.graph_pass import Context, graph_pass
-from moe_compiler.moe_ir import Level, size_expr
-from moe_compiler.passes.formulations.walk import arg
+from moe_compiler.graph_pass import Context, graph_pass, insert, propagate
+from moe_compiler.moe_ir import Level, op_name, size_expr
+from moe_compiler.passes.formulations.selection import chooses_scores
+from moe_compiler.passes.formulations.walk import arg, is_op
 
 __all__ = ["canonicalize"]
 
@@ -131,11 +133,34 @@ def _drop_statements(graph: Graph) -> int:
     return changed
 
 
+def _keep_dimension(graph: Graph) -> int:
+    """Let argmax and max over scores keep the dimension that they reduce, and squeeze their results instead."""
+    changed = 0
+    for node in list(graph.nodes):
+        if not is_op(node, "argmax", "max") or not chooses_scores(node) or arg(node, "keepdim"):
+            continue
+        results = [node] if is_op(node, "argmax") else [user for user in node.users if op_name(user) == "getitem"]
+        node.args, node.kwargs = (node.args[0], arg(node, "dim"), True), {}
+        propagate(node)
+        for result in results:
+            users = list(result.users)
+            if result is not node:
+                propagate(result)
+            with graph.inserting_before(result.next):
+                squeezed = insert(result, _aten.squeeze.dim, (result, -1))
+            for user in users:
+                user.replace_input_with(result, squeezed)
+        changed += 1
+    return changed
+
+
 @graph_pass(level=Level.CAPTURED, numerics="exact")
 def canonicalize(graph: Graph, context: Context) -> int:
     """Make private in-place operators functional; drop casts, reshapes and dropouts without effect, and stated dtypes.
 
+    And let a choice of one expert keep its dimension.
+
     before   p = topk(s); w = p.values.div_(sum(p.values)); w = w.to(float32); y = zeros.index_add_(0, t, v)
     after    p = topk(s); w = div(p.values, sum(p.values));                    y = index_add(zeros, 0, t, v)
     """
-    return _drop_statements(graph) + _functionalize(graph) + _drop_no_ops(graph)
+    return _drop_statements(graph) + _functionalize(graph) + _drop_no_ops(graph) + _keep_dimension(graph)

@@ -84,7 +84,14 @@ class _Raising:
         chosen = old_ids.args[0] if op_name(old_ids) == "getitem" else old_ids
         assert isinstance(chosen, Node)
         place = match.router_place or chosen
-        operands = [self.now(match.logits)]
+        logits = self.now(match.logits)
+        operands = []
+        if len(logits.meta["val"].shape) != 2:
+            with self.graph.inserting_after(place):
+                place = insert(chosen, _aten.reshape.default, (logits, [-1, logits.meta["val"].shape[-1]]))
+            operands.append(place)
+        else:
+            operands.append(logits)
         for operand in (match.router_bias, match.router_scale):
             if operand is not None and len(operand.meta["val"].shape) != 1:
                 with self.graph.inserting_after(place):
@@ -98,14 +105,44 @@ class _Raising:
             weights = insert(chosen, operator.getitem, (route, 0))
         with self.graph.inserting_after(weights):
             ids = insert(chosen, operator.getitem, (route, 1))
-        if old_ids.meta["val"].dim() == 2:
-            self.replace(old_ids, ids)
-        else:
-            with self.graph.inserting_after(ids):
-                self.replace(old_ids, insert(chosen, _aten.squeeze.dim, (ids, 1)))
+        self.replace_rows(old_ids, ids, logits)
         if match.router_weights is not None:
-            self.replace(match.router_weights, weights)
+            self.replace_rows(match.router_weights, weights, logits)
         return weights, ids
+
+    def replace_rows(self, old: Node, rows: Node, logits: Node) -> None:
+        """Replace weights or ids of any shape by the rows [T, K] of them; `logits` has their symbolic sizes."""
+        shape = list(old.meta["val"].shape)
+        if len(shape) == 2:
+            self.replace(old, rows)
+            return
+        with self.graph.inserting_before(rows.next):
+            if len(shape) == 1:
+                self.replace(old, insert(rows, _aten.squeeze.dim, (rows, 1)))
+                return
+            sizes: list[int | Node] = [size if isinstance(size, int) else -1 for size in shape]
+            if sizes.count(-1) > 1:
+                sizes = self.sizes_of(shape, logits)
+            self.replace(old, insert(rows, _aten.reshape.default, (rows, sizes)))
+
+    def sizes_of(self, shape: list[Any], tensor: Node) -> list[int | Node]:
+        """A shape whose symbolic sizes are read from those of a tensor that has them too."""
+        own = [size_expr(size) for size in tensor.meta["val"].shape]
+        sizes: list[int | Node] = []
+        for size in shape:
+            if isinstance(size, int):
+                sizes.append(size)
+            else:
+                sizes.append(insert(tensor, _aten.sym_size.int, (tensor, own.index(size_expr(size)))))
+        return sizes
+
+    def from_start(self, ids: Node, match: Match) -> Node:
+        """Ids of which negative ones count experts from the end, as such that count from the start."""
+        output = match.output
+        with self.graph.inserting_before(output):
+            negative = insert(output, _aten.lt.Scalar, (ids, 0))
+            counted = insert(output, _aten.add.Scalar, (ids, int(match.sizes["E"])))
+            return insert(output, _aten.where.self, (negative, counted, ids))
 
     def weights_of_choices(self, match: Match, ids_TK: Node) -> Node:
         """The weights [T, K] out of [K, T, E] or [T, E], where each choice has its own in its expert's column."""
@@ -124,6 +161,8 @@ class _Raising:
             weights, ids = self.router(match)
         else:
             ids = self.now(match.ids_TK)
+            if match.ids_from_end:
+                ids = self.from_start(ids, match)
             if match.weights_TK is not None:
                 weights = self.now(match.weights_TK)
             else:

@@ -1,11 +1,10 @@
-"""What a router chooses by: the selection behind the ids, and how its operand is made of the scores.
+"""What a router chooses by: how the operand of its selection is made of the scores.
 
-    selection   top-k, or for one expert a token argmax or max
     bias        one number an expert, added to the scores for the choice alone
     groups      scores outside of the best groups of experts are filled with 0 or -inf
 
-Read backwards, from the selection's operand to the scores that the weights are taken of. Whatever does not fit raises
-Miss: the router then stays as it is.
+Scores are rows of E, whatever dimensions are in front of it. Read backwards, from the selection's operand to the scores
+that the weights are taken of. Whatever does not fit raises Miss: the router then stays as it is.
 """
 
 from __future__ import annotations
@@ -17,48 +16,25 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
+from moe_compiler.passes.formulations.topk import STAYS, is_last, read_selection
 from moe_compiler.passes.formulations.walk import (
     CASTS,
     arg,
     dtype_of,
     elements_of,
+    folded,
     is_op,
     is_zeros,
     item_of,
     require,
+    row_source,
     same_shape,
     shape_of,
-    strip_ids,
     strip_views,
     widens,
 )
 
-__all__ = ["STAYS", "Choice", "Selection", "is_last", "nearest", "read_choice", "read_selection"]
-
-STAYS = "the router stays with Inductor; the experts are rewritten all the same"
-
-
-@dataclass(frozen=True)
-class Selection:
-    """An operator that selects k of the last dimension of `operand`. ids: the node of the selected positions."""
-
-    node: Node
-    ids: Node
-    operand: Node
-    k: int
-    sorted: bool
-
-    def has_values(self, node: Node) -> bool:
-        """Does `node` hold the selected entries of `operand`?"""
-        if item_of(node, 0, "topk", "max") is self.node:
-            return True
-        # max beside argmax: of equals both name one that has the value.
-        best = item_of(node, 0, "max") if op_name(self.node) == "argmax" else None
-        return best is not None and best.args[0] is self.operand and is_last(arg(best, "dim"), best.args[0])
-
-    def is_at(self, index: Node) -> bool:
-        """Is `index` the selected positions, in their order?"""
-        return strip_ids(index) is self.ids
+__all__ = ["Choice", "nearest", "read_choice"]
 
 
 @dataclass(frozen=True)
@@ -77,36 +53,18 @@ class Choice:
     masked: bool = False
 
 
-def is_last(dim: object, tensor: Node) -> bool:
-    """Does `dim` name the last dimension of a tensor?"""
-    rank = len(shape_of(tensor))
-    return isinstance(dim, int) and rank > 0 and dim % rank == rank - 1
-
-
-def read_selection(ids: Node, what: str = "experts") -> Selection:
-    """The selection behind `ids`; raises Miss when it is another operator, or over another dimension."""
-    node = strip_ids(ids)
-    topk = item_of(node, 1, "topk")
-    if topk is not None:
-        require(arg(topk, "largest"), "top-k takes the smallest", topk, STAYS)
-        last = is_last(arg(topk, "dim"), topk.args[0])
-        require(last, f"top-k along another dimension than the {what}", topk, STAYS)
-        require(isinstance(arg(topk, "k"), int), "k is not a constant", topk, STAYS)
-        return Selection(topk, node, topk.args[0], arg(topk, "k"), bool(arg(topk, "sorted")))
-    best = item_of(node, 1, "max")
-    if best is None and is_op(node, "argmax"):
-        best = node
-    if best is None:
-        raise Miss("the ids do not come from a top-k over the scores", ids, STAYS)
-    require(is_last(arg(best, "dim"), best.args[0]), f"{op_name(best)} not over the {what}", best, STAYS)
-    return Selection(best, node, best.args[0], 1, True)
-
-
 def nearest(node: Node) -> Node:
-    """The node behind what changes no value that is chosen by: casts that widen, detach (a choice has no gradient)."""
-    while (widens(node) or is_op(node, "detach", "alias")) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
+    """The node behind what changes no value that is chosen by.
+
+    Casts that widen, detach (a choice has no gradient), views that keep the rows.
+    """
+    while True:
+        source = row_source(node)
+        if source is node and (widens(node) or is_op(node, "detach")):
+            source = node.args[0]  # type: ignore[assignment]
+        if source is node or not isinstance(source, Node):
+            return node
+        node = source
 
 
 def read_choice(operand: Node, scores: Node | None) -> Choice:
@@ -172,7 +130,7 @@ class _Reader:
         )
         scatter, marks_kept, spread = _read_mask(mask)
         require(marks_kept == keeps, "the best groups are filled instead of the others", node, STAYS)
-        tokens, groups = shape_of(scatter)
+        tokens, groups = folded(shape_of(scatter), 2)
         experts = shape_of(inner)[-1]
         require(
             groups.is_Integer and experts.is_Integer and int(experts) % int(groups) == 0,
@@ -183,7 +141,8 @@ class _Reader:
         size = sympy.Integer(int(experts) // int(groups))
         _check_spread(node, base, mask, spread, (tokens, groups, size))
         selection = read_selection(scatter.args[2], "groups")  # type: ignore[arg-type]
-        chosen = same_shape(shape_of(scatter.args[2]), (tokens, sympy.Integer(selection.k)))  # type: ignore[arg-type]
+        index = shape_of(scatter.args[2])  # type: ignore[arg-type]
+        chosen = same_shape(index, (*shape_of(scatter)[:-1], sympy.Integer(selection.k)))
         require(chosen, "the groups are not chosen for each token", scatter, STAYS)
         top = _group_top(selection.operand, inner, (tokens, groups, size))
         in_place = op_name(node) == "masked_fill_"
@@ -254,7 +213,7 @@ def _read_mask(mask: Node) -> tuple[Node, bool, Node | None]:
     before, after = _number(node.args[0]), _number(value)
     marks = {(0.0, 1.0): True, (1.0, 0.0): False}.get((before, after))  # type: ignore[arg-type]
     reduced = any(argument.name == "reduce" for argument in node.target._schema.arguments)  # type: ignore[union-attr]
-    fits = marks is not None and not reduced and is_op(node, "scatter") and len(shape_of(node)) == 2
+    fits = marks is not None and not reduced and is_op(node, "scatter") and len(shape_of(node)) >= 2
     require(fits and is_last(node.args[1], node), "the mask does not mark the chosen groups", node, STAYS)
     return node, bool(marks) == straight, spread
 
@@ -274,21 +233,26 @@ def _check_spread(
     """Miss unless the mark of group g meets the experts g * size .. (g + 1) * size - 1."""
     tokens, groups, size = sizes
     grouped, one_each, flat = sizes, (tokens, groups, sympy.Integer(1)), (tokens, groups * size)
+
+    def is_(shape: tuple[sympy.Expr, ...], wanted: tuple[sympy.Expr, ...]) -> bool:
+        return same_shape(folded(shape, len(wanted)), wanted)
+
     if spread is None:
-        shape = shape_of(mask)
-        fits = same_shape(shape, one_each) and same_shape(shape_of(base), grouped)
-        fits = fits or (size == 1 and same_shape(shape, flat) and same_shape(shape_of(base), flat))
+        marks, filled = shape_of(mask), shape_of(base)
+        aligned = same_shape(marks[:-1], filled[:-1])  # the marks of a row meet that row
+        fits = aligned and is_(marks, one_each) and is_(filled, grouped)
+        fits = fits or (aligned and size == 1 and is_(marks, flat) and is_(filled, flat))
     else:
         before, after = shape_of(spread.args[0]), shape_of(spread)  # type: ignore[arg-type]
         if is_op(spread, "repeat_interleave"):
             times = arg(spread, "repeats")
-            fits = same_shape(before, (tokens, groups)) and same_shape(after, flat)
+            fits = is_(before, (tokens, groups)) and is_(after, flat)
             fits = fits and isinstance(times, int) and is_last(arg(spread, "dim"), spread)
         else:
-            fits = same_shape(before, one_each) and same_shape(after, grouped)
+            fits = same_shape(before[:-1], after[:-1]) and is_(before, one_each) and is_(after, grouped)
         # Behind the spread there are views alone, so the shapes say which expert meets which mark.
         fits = fits and same_shape(shape_of(mask), shape_of(base))
-        fits = fits and any(same_shape(shape_of(base), shape) for shape in (grouped, flat))
+        fits = fits and any(is_(shape_of(base), shape) for shape in (grouped, flat))
     require(fits, "the mask of the groups does not cover neighbouring experts", node, STAYS)
 
 
@@ -296,7 +260,7 @@ def _group_top(node: Node, scores: Node, sizes: tuple[sympy.Expr, sympy.Expr, sy
     """Of how many of its best experts a group's score is the sum; `scores` are the [T, E] that must be grouped."""
     tokens, groups, _size = sizes
     node = strip_views(node)
-    require(same_shape(shape_of(node), (tokens, groups)), "there is not one score a group", node, STAYS)
+    require(same_shape(folded(shape_of(node), 2), (tokens, groups)), "there is not one score a group", node, STAYS)
     best = item_of(node, 0, "max")
     if best is not None or is_op(node, "amax"):
         top, by, dim = 1, best if best is not None else node, None
@@ -315,7 +279,9 @@ def _group_top(node: Node, scores: Node, sizes: tuple[sympy.Expr, sympy.Expr, sy
         require(arg(topk, "largest") and isinstance(arg(topk, "k"), int), "groups by their smallest", topk, STAYS)
         top, by, dim = arg(topk, "k"), topk, arg(topk, "dim")
     grouped = by.args[0]
-    require(is_last(dim, grouped) and same_shape(shape_of(grouped), sizes), "groups of other experts", by, STAYS)  # type: ignore[arg-type]
+    require(
+        is_last(dim, grouped) and same_shape(folded(shape_of(grouped), 3), sizes), "groups of other experts", by, STAYS
+    )  # type: ignore[arg-type]
     same = strip_views(grouped) is scores  # type: ignore[arg-type]
     require(same, "the groups are scored by something else than the choice", by, STAYS)
     return top

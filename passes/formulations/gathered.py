@@ -127,9 +127,10 @@ def select(b: Bindings) -> None:
     gather = read[1]
     experts = shape_of(gather.packed)[0]
     require(experts.is_Integer, "the number of experts is not a constant", gather.packed)
-    ids = match_ids(gather.index, int(experts))
+    ids, from_end = match_ids(gather.index, int(experts))
     shape = shape_of(ids)
-    b.bind(ids=ids, index=gather.index, experts=int(experts), k=int(shape[-1]), tokens=elements_of(shape[:-1]))
+    b.bind(ids=ids, index=gather.index, ids_from_end=from_end)
+    b.bind(experts=int(experts), k=int(shape[-1]), tokens=elements_of(shape[:-1]))
 
 
 def _product(b: Bindings, node: Node, what: str) -> tuple[Product, Gather]:
@@ -259,6 +260,7 @@ def finish(b: Bindings, formulation: str) -> Match:
         spec=experts_spec(b.activation, b.anchor, b.output),
         x_TH=b.x,
         ids_TK=b.ids,
+        ids_from_end=b.ids_from_end,
         weights_TK=b.weights,
         gate=gate,
         up=up,

@@ -63,16 +63,19 @@ def pairs_matrix(node: Node, tokens: sympy.Expr, k: int, through: Callable[[Node
     return node if fits else None
 
 
-def match_ids(index: Node, experts: int) -> Node:
-    """The [T, k] ids behind the index of a gather of expert weights.
+def match_ids(index: Node, experts: int) -> tuple[Node, bool]:
+    """(the [T, k] ids behind the index of a gather of expert weights, whether a negative id counts from the end).
 
-    A clamp to 0 .. E-1 in between is looked through only where it changes nothing: our operator lets ids outside of
-    that range contribute nothing, while a clamped gather runs the last expert for them.
+    A negative index takes an expert from the end, as long as nothing shows that there is none; our operator lets ids
+    outside of 0 .. E-1 contribute nothing. (An id of E or more is an error of the gather.)
+
+    A clamp to 0 .. E-1 in between is looked through only where it changes nothing: a clamped gather runs the last
+    expert for what is outside.
     """
     node = strip_ids(index)
     if is_op(node, "clamp", "clip", "clamp_max", "clamp_min"):
         if len(shape_of(node)) > 1 and in_range(node, experts) and not in_range(node.args[0], experts):
-            return match_choice(index)
+            return match_choice(index), False
         limits = [arg(node, name) for name in ("min", "max") if _has(node, name)]
         clamp, node = node, strip_ids(node.args[0])
         require(
@@ -87,14 +90,8 @@ def match_ids(index: Node, experts: int) -> Node:
             f"an id that is not in 0..{experts - 1} would run expert {experts - 1} here and nothing once rewritten; "
             f"take the ids from a top-k over {experts} scores, or use the grouped_mm experts",
         )
-        return match_choice(clamp.args[0])
-    require(
-        in_range(node, experts),
-        f"nothing shows that the ids lie in 0..{experts - 1}: a negative id would gather an expert from the end",
-        node,
-        f"take the ids from a top-k over {experts} scores, or use the grouped_mm experts or a loop",
-    )
-    return match_choice(index)
+        return match_choice(clamp.args[0]), False
+    return match_choice(index), not in_range(node, experts)
 
 
 def match_choice(index: Node) -> Node:
@@ -201,13 +198,24 @@ def is_written(node: Node) -> bool:
 
 
 def are_distinct(ids: Node) -> bool:
-    """Is it known that no token chooses an expert twice: one choice a token, or a top-k that nobody wrote into?"""
+    """Is it known that no token chooses an expert twice: one choice a token, or a top-k that nobody wrote into?
+
+    A sort over the experts, or some of its columns, is as good as a top-k.
+    """
     if shape_of(ids)[-1] == 1:
         return True
     source = strip_ids(ids)
-    topk = item_of(source, 1, "topk")
-    along = topk is not None and arg(topk, "dim") in (-1, len(shape_of(topk.args[0])) - 1)
-    return along and not is_written(source)
+    if is_written(source):
+        return False
+    while is_op(source, "slice", "narrow") and _is_last(arg(source, "dim"), source):
+        source = strip_ids(source.args[0])
+    chosen = item_of(source, 1, "topk", "sort")
+    chosen = source if chosen is None and is_op(source, "argsort") else chosen
+    return chosen is not None and _is_last(arg(chosen, "dim"), chosen.args[0])
+
+
+def _is_last(dim: int, tensor: Node) -> bool:
+    return dim % len(shape_of(tensor)) == len(shape_of(tensor)) - 1
 
 
 def match_weights(weight: Node, ids: Node, node: Node) -> Node:

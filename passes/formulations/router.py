@@ -8,46 +8,41 @@ weights are then simply inputs of the block.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
+import sympy
 import torch
 from torch.fx import Node
 
 from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
 from moe_compiler.moe_ir import RouterSpec, op_name
-from moe_compiler.passes.formulations.choice import (
-    STAYS,
-    Choice,
-    Selection,
-    is_last,
-    read_choice,
-    read_selection,
-)
+from moe_compiler.passes.formulations.choice import Choice, read_choice
 from moe_compiler.passes.formulations.pairs import is_counting
+from moe_compiler.passes.formulations.topk import STAYS, Selection, is_last, read_selection
 from moe_compiler.passes.formulations.walk import (
     arg,
     contains,
     dtype_of,
     elements_of,
-    is_cast,
+    folded,
     is_index_cast,
     is_op,
     live_users,
     read_by,
     require,
+    row_source,
     same_shape,
     same_size,
     shape_of,
     strip,
     strip_ids,
     strip_views,
-    strip_views_casts,
     users_through,
     view_or_cast,
     widens,
 )
+from moe_compiler.passes.formulations.weighing import Weighing, weigh
 
 __all__ = ["Router", "match_router"]
 
@@ -72,167 +67,60 @@ class Router:
     values: tuple[Node, ...]
 
 
-@dataclass
-class _Weighing:
-    """What is done with the chosen scores on the way to the weights; `source` is what it is done with."""
-
-    source: Node
-    renormalize: bool = False
-    clamp: bool = False
-    eps: float = 0.0
-    scale: float = 1.0
-    expert_scale: Node | None = None
-    seen: list[Node] = field(default_factory=list)
-
-
-def _score(node: Node) -> tuple[str, Node, torch.dtype]:
-    """(score function, its input, the dtype it is computed in) of a score node; "none" when it is no score."""
+def _score(node: Node, width: int | sympy.Expr) -> tuple[str, Node, torch.dtype]:
+    """(score function, its input, the dtype it is computed in) of scores in rows of `width`; "none" when of none."""
     if is_op(node, "softmax", "_softmax", "special_softmax"):
         rank = len(shape_of(node))
-        require(arg(node, "dim") % rank == rank - 1, "softmax over another dimension than the experts", node, STAYS)
-        return "softmax", node.args[0], dtype_of(node)
+        rows = arg(node, "dim") % rank == rank - 1 and shape_of(node)[-1] == width
+        require(rows, "softmax over another dimension than the experts", node, STAYS)
+        return "softmax", node.args[0], dtype_of(node)  # type: ignore[return-value]
     if is_op(node, "sigmoid", "special_expit"):
-        return "sigmoid", node.args[0], dtype_of(node)
+        return "sigmoid", node.args[0], dtype_of(node)  # type: ignore[return-value]
     return "none", node, dtype_of(node)
 
 
 def _widened(node: Node, score_dtype: torch.dtype) -> Node:
-    """Look through a widening cast in front of a score: the score's own dtype says it all.
+    """Look through widening casts in front of a score: the score's own dtype says it all.
 
     A narrowing one rounds the logits, and so has a say in which experts are chosen.
     """
-    while widens(node) and contains(score_dtype, dtype_of(node)):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return _behind(node, lambda n: widens(n) and contains(score_dtype, dtype_of(n)))
 
 
 def _unwidened(node: Node) -> Node:
     """The node behind casts that change no value."""
-    return strip(node, widens)
+    return _behind(node, widens)
 
 
-def _row_sum(node: Node, of: Node) -> tuple[bool, float] | None:
-    """(clamp, eps) when `node` is sum(of, -1) as a column, plus eps or at least eps (clamp); None when it is not."""
-    outermost, clamp, eps = node, False, 0.0
-    while not is_op(node, "sum"):
-        limited = _lower_limit(node)
-        constant = is_op(node, "add") and isinstance(node.args[1], (int, float))
-        if (constant or limited is not None) and eps == 0.0 and not clamp:
-            clamp = limited is not None
-            eps = limited if limited is not None else float(node.args[1]) * float(arg(node, "alpha"))  # type: ignore[arg-type]
-        elif strip_views_casts(node) is node:
-            return None
-        node = node.args[0]  # type: ignore[assignment]
-    rank = len(shape_of(of))
-    dims = arg(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore[union-attr]
-    dims = [dims] if isinstance(dims, int) else dims
-    if strip_views_casts(node.args[0]) is not strip_views_casts(of):  # type: ignore[arg-type]
-        return None
-    # Of another view of the same values (all of them in one row) the last dimension is another one.
-    if not same_shape(shape_of(node.args[0]), shape_of(of)):  # type: ignore[arg-type]
-        return None
-    if not dims or [d % rank for d in dims] != [rank - 1]:
-        return None
-    shape = shape_of(outermost)
-    return (clamp, eps) if len(shape) == rank and shape[-1] == 1 else None
-
-
-def _lower_limit(node: Node) -> float | None:
-    """The constant that `node` is clamped to from below, and from nowhere else."""
-    if not is_op(node, "clamp", "clip", "clamp_min"):
-        return None
-    low, high = arg(node, "min"), None if is_op(node, "clamp_min") else arg(node, "max")
-    return float(low) if isinstance(low, (int, float)) and high is None else None
-
-
-def _constant_factor(node: Node) -> float | None:
-    """The constant that a node multiplies its first operand with; a division where it is the same to the last bit."""
-    if len(node.args) < 2 or not isinstance(node.args[1], (int, float)):
-        return None
-    if is_op(node, "mul"):
-        return float(node.args[1])
-    if is_op(node, "div") and node.kwargs.get("rounding_mode") is None and math.frexp(node.args[1])[0] == 0.5:
-        return 1.0 / float(node.args[1])
-    return None
-
-
-def _of_each_expert(node: object, selection: Selection) -> Node | None:
-    """The [E] numbers of which `node` holds those of the selected experts."""
-    if not isinstance(node, Node):
-        return None
-    found = strip_views_casts(node)
-    if not is_op(found, "index", "index_select", "embedding", "gather", "take"):
-        return None
-    source, index = found.args[0], found.args[1]
-    if is_op(found, "index"):
-        index = index[0] if isinstance(index, (list, tuple)) and len(index) == 1 else None  # type: ignore[assignment]
-    elif is_op(found, "index_select", "gather"):
-        index = found.args[2]
-    numbers = isinstance(source, Node) and (len(shape_of(source)) == 1 or is_op(found, "embedding"))
-    at_ids = isinstance(index, Node) and selection.is_at(index)
-    if not numbers or not at_ids or not same_size(elements_of(shape_of(found)), elements_of(shape_of(selection.ids))):
-        return None
-    # The product promotes, so a cast that widens is not needed.
-    return strip(source, lambda n: widens(n) or strip_views(n) is not n)  # type: ignore[arg-type]
-
-
-def _weigh(node: Node, selection: Selection) -> _Weighing:
-    """What is behind the routing weights, up to the scores of the chosen."""
-    w = _Weighing(node)
+def _behind(node: Node, through: Callable[[Node], bool]) -> Node:
+    """The node behind those for which `through` holds, and behind views that keep the rows."""
     while True:
-        node = w.source
-        factor = _constant_factor(node)
-        behind = strip_views(node)
-        if is_cast(node):
-            w.source = node.args[0]  # type: ignore[assignment]
-        elif selection.k == 1 and behind is not node and same_size(*(elements_of(shape_of(n)) for n in (node, behind))):
-            w.source = behind
-        elif factor is not None:
-            where = "the weights are scaled before they are renormalised"
-            require(not w.renormalize, where, node, STAYS)
-            w.scale *= factor
-            w.source = node.args[0]  # type: ignore[assignment]
-        elif is_op(node, "mul") and _factors(node, selection) is not None:
-            source, numbers = _factors(node, selection)  # type: ignore[misc]
-            require(
-                not w.renormalize, "the experts' own scale is applied before the weights are renormalised", node, STAYS
-            )
-            require(w.expert_scale is None, "the weights have two scales for each expert", node, STAYS)
-            w.source, w.expert_scale = source, numbers
-        elif is_op(node, "div") and isinstance(node.args[1], Node) and node.kwargs.get("rounding_mode") is None:
-            require(not w.renormalize, "the weights are divided twice", node, STAYS)
-            found = _row_sum(node.args[1], node.args[0])  # type: ignore[arg-type]
-            require(found is not None, "the weights are divided by something else than their own sum", node, STAYS)
-            assert found is not None
-            w.renormalize, (w.clamp, w.eps) = True, found
-            w.source = node.args[0]  # type: ignore[assignment]
-        else:
-            return w
-
-
-def _factors(node: Node, selection: Selection) -> tuple[Node, Node] | None:
-    """(weights, the [E] numbers) of a product of weights with one number of the chosen expert."""
-    for weights, other in (node.args[:2], node.args[1::-1]):
-        numbers = _of_each_expert(other, selection)
-        if numbers is not None and isinstance(weights, Node) and same_shape(shape_of(weights), shape_of(node)):
-            return weights, numbers
-    return None
+        behind = strip(row_source(node), through)
+        if behind is node:
+            return node
+        node = behind
 
 
 def _chosen_of(node: Node, selection: Selection) -> tuple[Node, bool] | None:
-    """(what entries it holds of, whether they are the selection's own values) when `node` holds those of the chosen."""
+    """(what entries it holds of, whether they are the selection's own values) when `node` holds those of the chosen.
+
+    Its rows are those of the selection, whatever dimensions are in front of them.
+    """
+    node = strip_views(node) if selection.k == 1 else row_source(node)
     if selection.has_values(node):
         return selection.operand, True
     if is_op(node, "gather", "take_along_dim"):
         source = node.args[0]
         index = node.args[2] if is_op(node, "gather") else node.args[1]
-        if isinstance(source, Node) and selection.is_at(index) and is_last(arg(node, "dim"), node):  # type: ignore[arg-type]
-            return source, False
+        if isinstance(source, Node) and isinstance(index, Node) and is_last(arg(node, "dim"), node):
+            fits = same_shape(shape_of(index), (*shape_of(source)[:-1], sympy.Integer(selection.k)))
+            return (source, False) if fits and selection.is_at(index) else None
     if is_op(node, "index") and len(node.args[1]) == 2 and all(isinstance(i, Node) for i in node.args[1]):  # type: ignore[arg-type]
         rows, index = node.args[1]  # type: ignore[misc]
         source = node.args[0]
         each = isinstance(source, Node) and same_shape(shape_of(rows), (shape_of(source)[0], *shape_of(rows)[1:]))  # type: ignore[arg-type]
         column = len(shape_of(rows)) == 2 and shape_of(rows)[1] == 1  # type: ignore[arg-type]
+        column = column and shape_of(index)[-1:] == (selection.k,)  # type: ignore[arg-type]
         if each and column and is_counting(strip_ids(rows)) and selection.is_at(index):  # type: ignore[arg-type]
             return source, False  # type: ignore[return-value]
     return None
@@ -250,7 +138,8 @@ def _choice_of(chosen: tuple[Node, bool], selection: Selection, score: str | Non
     if not (own or choice.masked) or choice.groups == 1:
         return choice
     size = int(shape_of(choice.scores)[-1]) // choice.groups
-    name = _score(_unwidened(choice.scores if own else source))[0] if score is None else "none"
+    scores = choice.scores if own else source
+    name = _score(_unwidened(scores), shape_of(scores)[-1])[0] if score is None else "none"
     require(
         name != "none" and selection.k <= choice.kept_groups * size,
         "the weights are the scores with the fill of the groups in them, and a fill may be among the chosen",
@@ -312,7 +201,8 @@ def _check_order_is_free(
     ids = selection.ids
     own = {*inner, selection.node, *(inside or ())}
     ordered: list[Node] = []
-    pending = [user for user in selection.node.users if op_name(user) == "getitem"]
+    results = [user for user in selection.node.users if op_name(user) == "getitem"]
+    pending = results or [selection.node]
     while pending:
         node = pending.pop()
         if node not in ordered:
@@ -333,33 +223,34 @@ def _check_order_is_free(
 
 
 def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = None) -> Router:
-    """Resolve (weights [T, K], ids [T, K]) to the router that made them; raises Miss when it is another rule."""
+    """Resolve (weights [.., K], ids [.., K]) to the router that made them; raises Miss when it is another rule."""
     selection = read_selection(ids)
-    w = _weigh(weights, selection)
-    node = w.source
-    chosen = _chosen_of(node, selection)
+    w = weigh(weights, selection)
+    chosen = _chosen_of(w.source, selection)
     if chosen is not None:
         order = "before"
         choice = _choice_of(chosen, selection, None)
         scores = choice.scores if chosen[1] else chosen[0]
-        score, source, score_dtype = _score(_unwidened(scores))
+        score, source, score_dtype = _score(_unwidened(scores), shape_of(scores)[-1])
         logits = _widened(source, score_dtype) if score != "none" else scores
         if score == "none":
             score_dtype = dtype_of(logits)
         chosen_dtype = score_dtype
     else:
         order = "after"
-        score, source, score_dtype = _score(node)
-        require(score != "none", f"the weights come from {op_name(node)}, not from the top-k's scores", node, STAYS)
+        score, source, score_dtype = _score(w.source, selection.k)
+        require(
+            score != "none", f"the weights come from {op_name(w.source)}, not from the top-k's scores", w.source, STAYS
+        )
         taken = _chosen_of(_widened(source, score_dtype), selection)
-        require(taken is not None, "the score is not taken of the top-k's own values", node, STAYS)
+        require(taken is not None, "the score is not taken of the top-k's own values", w.source, STAYS)
         assert taken is not None
         choice = _choice_of(taken, selection, score)
         logits = choice.scores if taken[1] else taken[0]
         chosen_dtype = dtype_of(logits)
     _check_operands(weights, selection, logits, choice, w, chosen_dtype)
-    raw = w.scale != 1.0 and score == "none" and choice.bias is None and choice.groups == 1
-    require(not raw, "raw scores are scaled, without softmax or sigmoid", weights, STAYS)
+    negative = w.absolute and score == "none"
+    require(not negative, "the weights are divided by the sum of absolute values of raw scores", w.divided, STAYS)
     operands = [operand for operand in (logits, choice.bias, w.expert_scale) if operand is not None]
     inner = _between([weights, selection.ids], operands)
     _check_in_place(inner)
@@ -396,15 +287,19 @@ def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = Non
 
 
 def _check_operands(
-    weights: Node, selection: Selection, logits: Node, choice: Choice, w: _Weighing, chosen_dtype: torch.dtype
+    weights: Node, selection: Selection, logits: Node, choice: Choice, w: Weighing, chosen_dtype: torch.dtype
 ) -> None:
     """Shapes are those that the operator takes, and the choice is made in the dtype that it makes it in."""
-    require(len(shape_of(logits)) == 2, "the router's scores are not [tokens, experts]", logits, STAYS)
-    tokens, experts = shape_of(logits)
-    rank = len(shape_of(selection.ids))
-    chosen = same_size(elements_of(shape_of(selection.ids)), tokens * selection.k)
-    require(rank == 2 or (rank == 1 and selection.k == 1), "weights and ids are not [T, K]", weights, STAYS)
-    require(len(shape_of(weights)) == 2 and chosen, "weights and ids are not [T, K]", weights, STAYS)
+    require(len(shape_of(logits)) >= 2, "the router's scores are not [tokens, experts]", logits, STAYS)
+    tokens, experts = folded(shape_of(logits), 2)
+    for node in (selection.ids, weights):
+        shape = shape_of(node)
+        one_each = selection.k == 1 and len(shape) == 1 and same_size(shape[0], tokens)
+        rows = len(shape) > 1 and same_shape(folded(shape, 2), (tokens, sympy.Integer(selection.k)))
+        require(one_each or rows, "weights and ids are not [T, K]", node, STAYS)
+        sizes = [size for size in shape if not size.is_Integer]
+        known = len(sizes) <= 1 or all(size in shape_of(logits) for size in sizes)
+        require(known, f"{op_name(node)} has several symbolic sizes that the scores do not have", node, STAYS)
     if choice.bias is not None:
         made = torch.promote_types(dtype_of(choice.scores), dtype_of(choice.bias))
         same = made == torch.promote_types(chosen_dtype, dtype_of(choice.bias))

@@ -20,6 +20,7 @@ __all__ = [
     "contains",
     "dtype_of",
     "elements_of",
+    "folded",
     "is_cast",
     "is_index_cast",
     "is_op",
@@ -33,6 +34,8 @@ __all__ = [
     "read_by",
     "reads_only_shape",
     "require",
+    "row_source",
+    "row_views",
     "same_shape",
     "same_size",
     "same_value",
@@ -225,6 +228,30 @@ def strip(node: Node, through: Callable[[Node], bool]) -> Node:
     while through(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
+
+
+def row_views(node: Node) -> bool:
+    """A view that keeps the order of the elements and the last dimension: the same rows, counted another way."""
+    return _is_view(node) and shape_of(node)[-1:] == shape_of(node.args[0])[-1:] != ()  # type: ignore[arg-type]
+
+
+def row_source(node: Node) -> Node:
+    """The node farthest behind views whose rows, the last dimension, are those of `node`, one by one.
+
+    Between the two there may be views of other rows: reshape(-1).view(shape), unsqueeze(-1).squeeze(-1).
+    """
+    found, size = node, shape_of(node)[-1:]
+    while _is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+        if shape_of(node)[-1:] == size != ():
+            found = node
+    return found
+
+
+def folded(shape: tuple[sympy.Expr, ...], rank: int) -> tuple[sympy.Expr, ...]:
+    """A shape with its dimensions in front multiplied into one, so that there are `rank`; a smaller one unchanged."""
+    extra = len(shape) - rank
+    return shape if extra <= 0 else (elements_of(shape[: extra + 1]), *shape[extra + 1 :])
 
 
 def strip_views(node: Node) -> Node:

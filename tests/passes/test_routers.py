@@ -82,6 +82,11 @@ def raw(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.topk(logits, K, dim=-1)
 
 
+def by_sorting(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    ids = logits.argsort(dim=-1, descending=True)[:, :K]
+    return torch.softmax(logits.gather(1, ids), dim=-1), ids
+
+
 RULES: dict[str, tuple[Router, str]] = {
     "renormalized": (softmax_renormalized, "R1/R2 softmax, top-k, renormalise"),
     "renormalized_by_gather": (softmax_renormalized_by_gather, "R1/R2 softmax, top-k, renormalise"),
@@ -93,6 +98,7 @@ RULES: dict[str, tuple[Router, str]] = {
     "sigmoid_after": (sigmoid_after, "R7 top-k, sigmoid"),
     "sigmoid_before": (sigmoid_before, "sigmoid, top-k, renormalise"),
     "raw": (raw, "top-k"),
+    "by_sorting": (by_sorting, "R4 top-k, softmax"),
 }
 
 
@@ -150,11 +156,6 @@ def smallest(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.topk(torch.softmax(logits, dim=-1), K, dim=-1, largest=False)
 
 
-def by_sorting(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
-    ids = logits.argsort(dim=-1, descending=True)[:, :K]
-    return torch.softmax(logits.gather(1, ids), dim=-1), ids
-
-
 def by_table(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     """R10: experts by a hash, without a choice."""
     ids = (torch.arange(logits.shape[0])[:, None] * 7 + torch.arange(K)) % E
@@ -171,7 +172,6 @@ STAYS: dict[str, tuple[Router, str]] = {
     "normalized_by_length": (normalized_by_length, "something else than their own sum"),
     "over_tokens": (over_tokens, "softmax over another dimension"),
     "smallest": (smallest, "top-k takes the smallest"),
-    "by_sorting": (by_sorting, "do not come from a top-k"),
     "by_table": (by_table, "do not come from a top-k"),
     "divided_by_another": (divided_by_another, "something else than their own sum"),
 }
