@@ -136,13 +136,16 @@ class _Raising:
                 sizes.append(insert(tensor, _aten.sym_size.int, (tensor, own.index(size_expr(size)))))
         return sizes
 
-    def from_start(self, ids: Node, match: Match) -> Node:
-        """Ids of which negative ones count experts from the end, as such that count from the start."""
+    def experts_at(self, ids: Node, match: Match) -> Node:
+        """The experts' numbers at the ids, read as the source reads their weights.
+
+        A negative id counts from the end, and one beyond the last expert stays the error that it is.
+        """
         output = match.output
+        device_of = ids.meta["val"].device
         with self.graph.inserting_before(output):
-            negative = insert(output, _aten.lt.Scalar, (ids, 0))
-            counted = insert(output, _aten.add.Scalar, (ids, int(match.sizes["E"])))
-            return insert(output, _aten.where.self, (negative, counted, ids))
+            numbers = insert(output, _aten.arange.default, (int(match.sizes["E"]),), {"device": device_of})
+            return insert(output, _aten.index.Tensor, (numbers, [ids]))
 
     def weights_of_choices(self, match: Match, ids_TK: Node) -> Node:
         """The weights [T, K] out of [K, T, E] or [T, E], where each choice has its own in its expert's column."""
@@ -161,8 +164,8 @@ class _Raising:
             weights, ids = self.router(match)
         else:
             ids = self.now(match.ids_TK)
-            if match.ids_from_end:
-                ids = self.from_start(ids, match)
+            if match.ids_of_any_range:
+                ids = self.experts_at(ids, match)
             if match.weights_TK is not None:
                 weights = self.now(match.weights_TK)
             else:

@@ -127,9 +127,9 @@ def select(b: Bindings) -> None:
     gather = read[1]
     experts = shape_of(gather.packed)[0]
     require(experts.is_Integer, "the number of experts is not a constant", gather.packed)
-    ids, from_end = match_ids(gather.index, int(experts))
+    ids, in_range = match_ids(gather.index, int(experts))
     shape = shape_of(ids)
-    b.bind(ids=ids, index=gather.index, ids_from_end=from_end)
+    b.bind(ids=ids, index=gather.index, ids_of_any_range=not in_range)
     b.bind(experts=int(experts), k=int(shape[-1]), tokens=elements_of(shape[:-1]))
 
 
@@ -260,7 +260,7 @@ def finish(b: Bindings, formulation: str) -> Match:
         spec=experts_spec(b.activation, b.anchor, b.output),
         x_TH=b.x,
         ids_TK=b.ids,
-        ids_from_end=b.ids_from_end,
+        ids_of_any_range=b.ids_of_any_range,
         weights_TK=b.weights,
         gate=gate,
         up=up,

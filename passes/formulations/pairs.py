@@ -64,18 +64,16 @@ def pairs_matrix(node: Node, tokens: sympy.Expr, k: int, through: Callable[[Node
 
 
 def match_ids(index: Node, experts: int) -> tuple[Node, bool]:
-    """(the [T, k] ids behind the index of a gather of expert weights, whether a negative id counts from the end).
+    """(the [T, k] ids behind the index of a gather of expert weights, is it known that they lie in 0 .. E-1).
 
-    A negative index takes an expert from the end, as long as nothing shows that there is none; our operator lets ids
-    outside of 0 .. E-1 contribute nothing. (An id of E or more is an error of the gather.)
-
-    A clamp to 0 .. E-1 in between is looked through only where it changes nothing: a clamped gather runs the last
+    Where it is not, raising must say what the gather does with the others: our operator lets them contribute nothing.
+    A clamp to 0 .. E-1 of a flat index is looked through only where it changes nothing: a clamped gather runs the last
     expert for what is outside.
     """
     node = strip_ids(index)
     if is_op(node, "clamp", "clip", "clamp_max", "clamp_min"):
-        if len(shape_of(node)) > 1 and in_range(node, experts) and not in_range(node.args[0], experts):
-            return match_choice(index), False
+        if len(shape_of(node)) > 1 and not in_range(node.args[0], experts):
+            return match_choice(index), in_range(node, experts)
         limits = [arg(node, name) for name in ("min", "max") if _has(node, name)]
         clamp, node = node, strip_ids(node.args[0])
         require(
@@ -90,8 +88,8 @@ def match_ids(index: Node, experts: int) -> tuple[Node, bool]:
             f"an id that is not in 0..{experts - 1} would run expert {experts - 1} here and nothing once rewritten; "
             f"take the ids from a top-k over {experts} scores, or use the grouped_mm experts",
         )
-        return match_choice(clamp.args[0]), False
-    return match_choice(index), not in_range(node, experts)
+        return match_choice(clamp.args[0]), True
+    return match_choice(index), in_range(node, experts)
 
 
 def match_choice(index: Node) -> Node:

@@ -167,20 +167,29 @@ def test_a_skipped_choice_that_is_filled_with_an_expert_is_in_range(none):
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "errs"),
     [
-        Skipping(lambda ids: ids == E, classes=E + 2),
-        Skipping(lambda ids: ids == E - 1),
-        Skipping(lambda ids: ids > E),
-        Skipping(lambda ids: ids == E, instead=-1),
-        Skipping(lambda ids: ids == E, instead=E),
+        (Skipping(lambda ids: ids == E, classes=E + 2), True),
+        (Skipping(lambda ids: ids == E - 1), True),
+        (Skipping(lambda ids: ids > E), True),
+        (Skipping(lambda ids: ids == E, instead=-1), False),
+        (Skipping(lambda ids: ids == E, instead=E), True),
     ],
     ids=["two_more_classes", "another_class", "above", "negative", "beyond"],
 )
-def test_a_filled_choice_that_may_be_out_of_range_is_refused(module):
-    module.requires_grad_(False).router[E:] = -9.0  # nobody chooses them in the one run that traces the module
-    _, report = run_passes(module, CAPTURE, torch.rand(5, H))
-    assert not report.matches and "nothing shows" in report.misses[0].reason
+def test_a_filled_choice_that_may_be_out_of_range_means_what_the_gather_means(module, errs):
+    """Expert -1 is the last one; an expert that does not exist is an error before and after."""
+    module.requires_grad_(False).router[E:] = -9.0  # nobody chooses them in the run that traces the module
+    compiled, x = compile_eager(module), torch.rand(5, H)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert found(last_reports()[-1]) == ["batched_mm"]
+    module.router[-1] = 9.0
+    if errs:
+        for run in (module, compiled):
+            with pytest.raises(IndexError):
+                run(x)
+    else:
+        torch.testing.assert_close(compiled(x), module(x))
 
 
 # Dense experts inside a model

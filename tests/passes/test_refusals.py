@@ -167,19 +167,33 @@ class WithIds(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("ids_of", "matches"),
+    "ids_of",
     [
-        (lambda ids: ids, False),
-        (lambda ids: ids.clamp(-1, E - 1), False),
-        (lambda ids: ids.clamp(0, E - 1), True),
-        (lambda ids: ids % E, True),
-        (lambda ids: ids % (E + 1) - 1, False),
+        lambda ids: ids,
+        lambda ids: ids.clamp(-1, E - 1),
+        lambda ids: ids.clamp(0, E - 1),
+        lambda ids: ids % E,
+        lambda ids: ids % (E + 1) - 1,
     ],
+    ids=["any", "clamped_to_the_last", "clamped", "modulo", "modulo_and_the_last"],
 )
-def test_ids_without_a_known_range_are_refused_where_weights_are_gathered(ids_of: Callable[..., Tensor], matches: bool):
+def test_a_negative_id_gathers_the_weights_of_an_expert_from_the_end(ids_of: Callable[..., Tensor]):
     module = WithIds(lambda b, x, weights, ids: einsum(b, x, weights, ids_of(ids)))
-    report = agrees(module, torch.randn(T, H), torch.rand(T, K), torch.randint(-E, E, (T, K)))
-    assert bool(report.matches) == matches
+    assert agrees(module, torch.randn(T, H), torch.rand(T, K), torch.randint(-E, E, (T, K))).matches
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_an_id_beyond_the_experts_stays_an_error_where_weights_are_gathered(dtype: torch.dtype):
+    module = WithIds(einsum)
+    compiled = compile_eager(module)
+    x, weights, ids = torch.randn(T, H), torch.rand(T, K), torch.randint(-E, E, (T, K)).to(dtype)
+    torch.testing.assert_close(compiled(x, weights, ids), module(x, weights, ids))
+    assert last_reports()[-1].matches
+    for beyond in (E, -E - 1):
+        ids[1, 0] = beyond
+        for run in (module, compiled):
+            with pytest.raises(IndexError):
+                run(x, weights, ids)
 
 
 def test_a_loop_takes_any_ids():
