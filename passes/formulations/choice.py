@@ -22,9 +22,9 @@ from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
     elements_of,
+    filled_with,
     folded,
     is_op,
-    is_zeros,
     item_of,
     require,
     row_source,
@@ -161,28 +161,16 @@ def _choice_dtype(choice: Choice) -> torch.dtype:
     return scores if choice.bias is None else torch.promote_types(scores, dtype_of(choice.bias))
 
 
-def _number(value: object) -> float | None:
-    """A constant, written as a number or as a tensor of one value."""
-    if isinstance(value, Node):
-        if is_zeros(value):
-            return 0.0
-        if is_op(value, "ones", "ones_like", "new_ones"):
-            return 1.0
-        if is_op(value, "full", "full_like", "new_full", "scalar_tensor"):
-            value = arg(value, "s" if is_op(value, "scalar_tensor") else "fill_value")
-    return float(value) if isinstance(value, (int, float)) else None
-
-
 def _fill_parts(node: Node) -> tuple[Node, Node, str, bool]:
     """(scores, mask, fill, whether the mask is true where they are kept) of a masked_fill or where."""
     if is_op(node, "where"):
         mask, first, second = node.args[:3] if len(node.args) > 2 else (node.args[0], None, None)
-        keeps = _number(second) is not None
+        keeps = filled_with(second) is not None
         base, value = (first, second) if keeps else (second, first)
     else:
         keeps = False
         base, mask, value = node.args[:3]
-    number = _number(value)
+    number = filled_with(value)
     if not isinstance(base, Node) or not isinstance(mask, Node) or number is None:
         raise Miss(f"{op_name(node)} does not fill scores with a constant", node, STAYS)
     fill = {0.0: "0", float("-inf"): "-inf"}.get(number)
@@ -210,7 +198,7 @@ def _read_mask(mask: Node) -> tuple[Node, bool, Node | None]:
         node = source
     # Whatever value is written, the mask is read as zero or not.
     value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value", node.kwargs.get("src"))
-    before, after = _number(node.args[0]), _number(value)
+    before, after = filled_with(node.args[0]), filled_with(value)
     marks = {(0.0, 1.0): True, (1.0, 0.0): False}.get((before, after))  # type: ignore[arg-type]
     reduced = any(argument.name == "reduce" for argument in node.target._schema.arguments)  # type: ignore[union-attr]
     fits = marks is not None and not reduced and is_op(node, "scatter") and len(shape_of(node)) >= 2

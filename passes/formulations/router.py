@@ -20,15 +20,14 @@ from moe_compiler.moe_ir import RouterSpec, op_name
 from moe_compiler.passes.formulations.choice import Choice, read_choice
 from moe_compiler.passes.formulations.pairs import is_counting
 from moe_compiler.passes.formulations.topk import STAYS, Selection, is_last, read_selection
+from moe_compiler.passes.formulations.unsorted import check_order_is_free
 from moe_compiler.passes.formulations.walk import (
     arg,
     contains,
     dtype_of,
     elements_of,
     folded,
-    is_index_cast,
     is_op,
-    live_users,
     read_by,
     require,
     row_source,
@@ -38,8 +37,6 @@ from moe_compiler.passes.formulations.walk import (
     strip,
     strip_ids,
     strip_views,
-    users_through,
-    view_or_cast,
     widens,
 )
 from moe_compiler.passes.formulations.weighing import Weighing, weigh
@@ -178,50 +175,6 @@ def _check_in_place(inner: Collection[Node]) -> None:
                         pending.append(user)
 
 
-_COUNTS = ("histc", "bincount", "sort", "argsort")
-
-
-def _only_counted(ids: Node, own: Collection[Node]) -> bool:
-    """Do all users of the ids but the router's and the block's only count how often each expert is named?"""
-    through = users_through(ids, lambda n: (view_or_cast(n) or is_index_cast(n)) and n not in own)
-    for user in through:
-        marks = is_op(user, "scatter") and not isinstance(user.args[-1], Node)
-        if user not in own and not marks and not is_op(user, *_COUNTS):
-            return False
-    return True
-
-
-def _check_order_is_free(
-    weights: Node, selection: Selection, inner: Collection[Node], inside: Collection[Node] | None
-) -> None:
-    """An unsorted top-k is replaced by a sorted one: nothing else may read what is in the old order, or the new one.
-
-    inside: the nodes of the block that reads weights and ids.
-    """
-    ids = selection.ids
-    own = {*inner, selection.node, *(inside or ())}
-    ordered: list[Node] = []
-    results = [user for user in selection.node.users if op_name(user) == "getitem"]
-    pending = results or [selection.node]
-    while pending:
-        node = pending.pop()
-        if node not in ordered:
-            ordered.append(node)
-            pending += [user for user in node.users if user in inner or user is weights]
-    for node in ordered:
-        # Without a block to compare with, the users of weights and ids are its own.
-        if (inside is None and node in (weights, ids)) or (node is ids and _only_counted(ids, own)):
-            continue
-        outside = [user for user in live_users(node) if user not in own and user not in ordered]
-        what = "ids" if node is ids else "values"
-        require(
-            not outside,
-            f"top-k is unsorted and its {what} are used elsewhere, in an order of their own",
-            selection.node,
-            STAYS,
-        )
-
-
 def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = None) -> Router:
     """Resolve (weights [.., K], ids [.., K]) to the router that made them; raises Miss when it is another rule."""
     selection = read_selection(ids)
@@ -255,7 +208,7 @@ def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = Non
     inner = _between([weights, selection.ids], operands)
     _check_in_place(inner)
     if not selection.sorted:
-        _check_order_is_free(weights, selection, inner, inside)
+        check_order_is_free(weights, selection, inner, inside)
     spec = RouterSpec(
         k=selection.k,
         score=score,

@@ -111,7 +111,8 @@ def read_selection(ids: Node, what: str = "experts") -> Selection:
     topk = item_of(node, 1, "topk")
     if topk is not None:
         _check_topk(topk, what)
-        return Selection(topk, node, topk.args[0], arg(topk, "k"), bool(arg(topk, "sorted")))  # type: ignore[arg-type]
+        k = arg(topk, "k")
+        return Selection(topk, node, topk.args[0], k, k == 1 or bool(arg(topk, "sorted")))  # type: ignore[arg-type]
     if item_of(node, 1, "sort") is not None or is_op(node, "argsort"):
         return _of_sorted(node, node, None, what)
     best = item_of(node, 1, "max")
@@ -156,4 +157,5 @@ def _of_sorted(ids: Node, positions: Node, window: tuple[int, int] | None, what:
         ids,
         STAYS,
     )
-    return Selection(by, ids, operand, stop - start, descending, window)
+    k = stop - start
+    return Selection(by, ids, operand, k, descending or k == 1, window)

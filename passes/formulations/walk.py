@@ -20,6 +20,7 @@ __all__ = [
     "contains",
     "dtype_of",
     "elements_of",
+    "filled_with",
     "folded",
     "is_cast",
     "is_index_cast",
@@ -190,6 +191,18 @@ def is_zeros(node: object) -> bool:
     if is_op(node, "full", "full_like", "new_full"):
         return arg(node, "fill_value") == 0
     return is_op(node, "zeros", "zeros_like", "new_zeros")
+
+
+def filled_with(value: object) -> float | None:
+    """A constant, written as a number or as a new tensor of one value; else None."""
+    if isinstance(value, Node):
+        if is_zeros(value):
+            return 0.0
+        if is_op(value, "ones", "ones_like", "new_ones"):
+            return 1.0
+        if is_op(value, "full", "full_like", "new_full", "scalar_tensor"):
+            value = arg(value, "s" if is_op(value, "scalar_tensor") else "fill_value")
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def item_of(node: Node, index: int, *names: str) -> Node | None:
