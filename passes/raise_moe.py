@@ -121,7 +121,7 @@ class _Raising:
                 self.replace(old, insert(rows, _aten.squeeze.dim, (rows, 1)))
                 return
             sizes: list[int | Node] = [size if isinstance(size, int) else -1 for size in shape]
-            if sizes.count(-1) > 1:
+            if sizes.count(-1) > 1 or (-1 in sizes and 0 in sizes):  # beside a 0 nothing can be inferred
                 sizes = self.sizes_of(shape, logits)
             self.replace(old, insert(rows, _aten.reshape.default, (rows, sizes)))
 

@@ -251,7 +251,7 @@ def _check_operands(
         rows = len(shape) > 1 and same_shape(folded(shape, 2), (tokens, sympy.Integer(selection.k)))
         require(one_each or rows, "weights and ids are not [T, K]", node, STAYS)
         sizes = [size for size in shape if not size.is_Integer]
-        known = len(sizes) <= 1 or all(size in shape_of(logits) for size in sizes)
+        known = (len(sizes) <= 1 and 0 not in shape) or all(size in shape_of(logits) for size in sizes)
         require(known, f"{op_name(node)} has several symbolic sizes that the scores do not have", node, STAYS)
     if choice.bias is not None:
         made = torch.promote_types(dtype_of(choice.scores), dtype_of(choice.bias))

@@ -21,6 +21,7 @@ from moe_compiler.passes.formulations.walk import (
     live_users,
     require,
     shape_of,
+    strip_ids,
     users_through,
     view_or_cast,
 )
@@ -90,10 +91,11 @@ def check_order_is_free(
             pending += [user for user in node.users if user in inner or user is weights]
     for node in ordered:
         # Without a block to compare with, the users of weights and ids are its own.
-        if (inside is None and node in (weights, ids)) or (node is ids and _only_counted(ids, own, selection.k)):
+        named = strip_ids(node) is ids
+        if (inside is None and node in (weights, ids)) or (named and _only_counted(node, own, selection.k)):
             continue
         outside = [user for user in live_users(node) if user not in own and user not in ordered]
-        what = "ids" if node is ids else "values"
+        what = "ids" if named else "values"
         require(
             not outside,
             f"top-k is unsorted and its {what} are used elsewhere, in an order of their own",
