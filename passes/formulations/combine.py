@@ -113,7 +113,7 @@ def match_weighted_sum(rows: Node, tokens: sympy.Expr, k: int) -> tuple[Node, No
     found = contraction(step)
     if found is None:
         weight = match_weigh(step, rows)
-        return weight, step, match_sum_over_k(next_step(step, "the weighted rows"), step, tokens, k)
+        return weight, step, _summed(step, tokens, k)
     own = [_untransposed(operand) is rows for operand in (found.left, found.right)]
     require(own.count(True) == 1, "the experts' rows are multiplied by themselves", step)
     left = own[0]
@@ -133,6 +133,16 @@ def match_weighted_sum(rows: Node, tokens: sympy.Expr, k: int) -> tuple[Node, No
     require(kept == t + j and len(weight_letters) == len(shape_of(weight)), "the routing weights are not [T, k]", step)
     require(result == t + h, f"the product sums to {result or 'a number'}, not over k", step)
     return weight, step, squeezed(step)
+
+
+def _summed(rows: Node, tokens: sympy.Expr, k: int) -> Node:
+    """The sum over k of the weighted rows. With one expert a token they are the result, and need no sum."""
+    try:
+        return match_sum_over_k(next_step(rows, "the weighted rows"), rows, tokens, k)
+    except Miss:
+        if k != 1:
+            raise
+    return squeezed(rows)
 
 
 def _untransposed(node: Node) -> Node:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_compiler.backend import last_reports
 from moe_compiler.testing import run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.spellings import Block, E, H, I, K
@@ -168,12 +169,50 @@ def divided_by_another(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
     return weights / scores.sum(-1, keepdim=True), ids
 
 
+def second_best(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    ids = logits.argsort(dim=-1, descending=True)[:, 1 : K + 1]
+    return torch.softmax(logits.gather(1, ids), dim=-1), ids
+
+
+def first_of_an_ascending_sort(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = logits.sort(dim=-1)
+    return torch.softmax(values[:, :K], dim=-1), ids[:, :K]
+
+
+def values_of_other_columns(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = logits.sort(dim=-1, descending=True)
+    return torch.sigmoid(values[:, 1 : K + 1]), ids[:, :K]
+
+
+def cut_out_of_an_unsorted_choice(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Which K of the K + 1 comes first is not said."""
+    values, ids = torch.topk(logits, K + 1, sorted=False)
+    return torch.sigmoid(values[:, :K]), ids[:, :K]
+
+
+def raw_by_absolute_values(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits may be negative, and then the sum is another one."""
+    values, ids = torch.topk(logits, K)
+    return F.normalize(values, p=1.0, dim=-1), ids
+
+
+def over_all_tokens(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)
+    return weights / torch.linalg.vector_norm(weights, ord=1, dim=0, keepdim=True), ids
+
+
 STAYS: dict[str, tuple[Router, str]] = {
     "normalized_by_length": (normalized_by_length, "something else than their own sum"),
     "over_tokens": (over_tokens, "softmax over another dimension"),
     "smallest": (smallest, "top-k takes the smallest"),
     "by_table": (by_table, "do not come from a top-k"),
     "divided_by_another": (divided_by_another, "something else than their own sum"),
+    "second_best": (second_best, "not those of the largest scores"),
+    "first_of_an_ascending_sort": (first_of_an_ascending_sort, "not those of the largest scores"),
+    "values_of_other_columns": (values_of_other_columns, "not taken of the top-k's own values"),
+    "cut_out_of_an_unsorted_choice": (cut_out_of_an_unsorted_choice, "cut out of an unsorted top-k"),
+    "raw_by_absolute_values": (raw_by_absolute_values, "the sum of absolute values of raw scores"),
+    "over_all_tokens": (over_all_tokens, "something else than their own sum"),
 }
 
 
@@ -223,6 +262,89 @@ def test_an_unsorted_choice_whose_values_have_further_users_stays():
     module = routed(softmax_renormalized_by_gather)
     module.around = returning
     assert raised_agrees(module, torch.randn(19, H)).matches[0].router is not None
+
+
+class Single(Block):
+    """One expert a token, chosen and weighted by `router` -> weights and ids of any shape."""
+
+    def __init__(self, router: Router) -> None:
+        def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+            weights, ids = router(b, logits)
+            gate, up = torch.bmm(b.gate_up[ids.reshape(-1)], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+            rows = torch.bmm(b.down[ids.reshape(-1)], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+            return rows * weights.reshape(-1, 1)
+
+        super().__init__(spelling)
+
+
+def test_one_weight_a_token_is_not_divided_by_the_sum_of_all():
+    """Without their dimension of size 1 the weights of all tokens stand in one row."""
+
+    def divided(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = torch.softmax(logits, -1).max(-1)
+        return weights / weights.sum(-1, keepdim=True), ids
+
+    def softened(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = logits.max(-1)
+        return values.softmax(-1), ids
+
+    for router, words in ((divided, "something else than their own sum"), (softened, "softmax over another dimension")):
+        (match,) = raised_agrees(Single(router), torch.randn(37, H)).matches
+        assert match.router is None and words in match.router_why
+
+
+def test_of_equal_scores_argmax_takes_the_first():
+    def first(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.softmax(logits.round(), -1)
+        return scores.amax(-1), scores.argmax(-1)
+
+    class Returning(Single):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), first(self, F.linear(x, self.router))[1]
+
+    module, x = Returning(first), torch.randn(64, H)
+    with torch.no_grad():
+        module.router[E // 2 :] = module.router[: E // 2]
+        ours, eager = compile_eager(module)(x), module(x)
+    assert last_reports()[-1].matches[0].router == "R3 softmax, top-k"
+    assert torch.equal(ours[1], eager[1]) and eager[1].max() < E // 2
+    torch.testing.assert_close(ours[0], eager[0])
+
+
+@pytest.mark.parametrize(
+    ("read", "raised"),
+    [
+        (lambda ids: F.one_hot(ids, E).sum(dim=1), True),
+        (lambda ids: F.one_hot(ids, E).float().mean(dim=(0, 1)), True),
+        (lambda ids: F.one_hot(ids.flatten(), E).sum(0), True),
+        (lambda ids: torch.zeros(ids.shape[0], E).scatter(1, ids, torch.ones(ids.shape)), True),
+        (lambda ids: torch.zeros(E).index_add(0, ids.view(-1), torch.ones(ids.numel())), True),
+        (lambda ids: F.one_hot(ids, E).sum(dim=0), False),
+        (lambda ids: F.one_hot(ids.t(), E).sum(dim=1), False),
+        (lambda ids: torch.zeros(ids.shape[0], E).scatter(1, ids, torch.rand(ids.shape) * 0 + torch.arange(K)), False),
+        (lambda ids: ids[:, 0], False),
+    ],
+    ids=["sum", "mean", "flat", "marks", "added", "over_tokens", "turned", "numbered", "first"],
+)
+def test_an_unsorted_choice_may_be_counted_but_not_read_in_its_order(read, raised):
+    def unsorted(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.softmax(logits, -1)
+        ids = torch.topk(scores, K, dim=-1, sorted=False)[1]
+        b.read = read(ids)
+        return scores.gather(1, ids), ids
+
+    class Returning(Block):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), self.read
+
+    module = Returning(lambda b, x, logits: experts(b, x, *unsorted(b, logits)))
+    x = torch.randn(37, H)
+    with torch.no_grad():
+        ours, eager = compile_eager(module)(x), module(x)
+    (match,) = last_reports()[-1].matches
+    assert (match.router is not None) == raised
+    torch.testing.assert_close(ours[0], eager[0])
+    assert torch.equal(ours[1], eager[1])
 
 
 def test_a_router_in_a_region_of_its_own_is_raised_only_when_whole():
