@@ -62,7 +62,8 @@ class MatchRecord:
 
     block:       where it sits, e.g. `layers.0.mlp`
     formulation: name of the spelling that bound it
-    router:      name of the router rule, or None when the router stays with Inductor; `router_why` then says why
+    router:      name of the router rule, or None when the router stays with Inductor; `router_why` then says why,
+                 at which line, and what would help
     where:       the user's line, `file:line: code`
     sizes:       E, k, T, H, I (and others) as text; symbolic ones keep their symbol
     attributes:  what the canonical operators carry: score, order, renormalize, activation, weight_at, layout, dtype,

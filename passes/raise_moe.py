@@ -17,6 +17,7 @@ from moe_compiler import device
 from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, size_expr, user_line
+from moe_compiler.passes.formulations.topk import STAYS
 from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
 from moe_compiler.report import MatchRecord, split_where
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
@@ -294,9 +295,10 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
 
 
 def _why_not_router(miss: Miss) -> str:
-    """The reason, and the user's line at which the reading of the router stopped."""
+    """The reason, the user's line at which the reading of the router stopped, and what would help."""
     where, code = split_where(user_line(miss.node))
-    return f"{miss.reason}, at {where}  {code}".rstrip() if where else miss.reason
+    why = f"{miss.reason}, at {where}  {code}".rstrip() if where else miss.reason
+    return f"{why}; try: {miss.hint}" if miss.hint and miss.hint != STAYS else why
 
 
 def _uneven(match: Match) -> str:

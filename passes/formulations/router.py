@@ -43,6 +43,8 @@ from moe_compiler.passes.formulations.weighing import Weighing, weigh
 
 __all__ = ["Router", "match_router"]
 
+_GATHER = "take the weights from the scores at the ids (the top-k's values, or a gather); then divide, then scale"
+
 
 @dataclass(frozen=True)
 class Router:
@@ -192,9 +194,8 @@ def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = Non
     else:
         order = "after"
         score, source, score_dtype = _score(w.source, selection.k)
-        require(
-            score != "none", f"the weights come from {op_name(w.source)}, not from the top-k's scores", w.source, STAYS
-        )
+        reason = f"the weights come from {op_name(w.source)}, not from the top-k's scores"
+        require(score != "none", reason, w.source, _GATHER)
         taken = _chosen_of(_widened(source, score_dtype), selection)
         require(taken is not None, "the score is not taken of the top-k's own values", w.source, STAYS)
         assert taken is not None

@@ -31,6 +31,8 @@ __all__ = ["STAYS", "Selection", "is_last", "read_selection"]
 
 STAYS = "the router stays with Inductor; the experts are rewritten all the same"
 
+_CHOOSE = "hand on the indices of a topk, sort or argmax over the scores as they are; a table of experts has no rule"
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -119,7 +121,7 @@ def read_selection(ids: Node, what: str = "experts") -> Selection:
     if best is None and is_op(node, "argmax"):
         best = node
     if best is None:
-        raise Miss(f"the ids do not come from a top-k over the scores, but from {op_name(node)}", ids, STAYS)
+        raise Miss(f"the ids do not come from a top-k over the scores, but from {op_name(node)}", ids, _CHOOSE)
     require(is_last(arg(best, "dim"), best.args[0]), f"{op_name(best)} not over the {what}", best, STAYS)  # type: ignore[arg-type]
     return Selection(best, node, best.args[0], 1, True)  # type: ignore[arg-type]
 
@@ -143,7 +145,7 @@ def _of_sorted(ids: Node, positions: Node, window: tuple[int, int] | None, what:
     if topk is not None:
         _check_topk(topk, what)
         width, descending = arg(topk, "k"), True
-        require(arg(topk, "sorted"), "the ids are cut out of an unsorted top-k", topk, STAYS)
+        require(arg(topk, "sorted"), "the ids are cut out of an unsorted top-k", topk, "leave out sorted=False")
     else:
         require(is_last(arg(by, "dim"), operand), f"sorted along another dimension than the {what}", by, STAYS)
         size = shape_of(operand)[-1]

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from torch.fx import Node
 
 from moe_compiler.moe_ir import op_name
-from moe_compiler.passes.formulations.topk import STAYS, Selection, is_last
+from moe_compiler.passes.formulations.topk import Selection, is_last
 from moe_compiler.passes.formulations.walk import (
     CASTS,
     arg,
@@ -100,5 +100,5 @@ def check_order_is_free(
             not outside,
             f"top-k is unsorted and its {what} are used elsewhere, in an order of their own",
             selection.node,
-            STAYS,
+            "leave out sorted=False, or count the ids instead of reading them one by one",
         )

@@ -39,6 +39,9 @@ from moe_compiler.passes.formulations.walk import (
 
 __all__ = ["Weighing", "weigh"]
 
+_DIVIDE = "the operator divides by weights.sum(-1, keepdim=True) alone, plus or at least a constant"
+_SCALE = "scale the weights after they are divided by their sum"
+
 
 @dataclass
 class Weighing:
@@ -108,7 +111,7 @@ def _summed_rows(node: Node) -> tuple[Node, bool] | None:
             order == 1,
             f"the weights are divided by their norm of order {order}, something else than their own sum",
             node,
-            STAYS,
+            _DIVIDE,
         )
         absolute = True
     elif is_op(source, "abs"):
@@ -203,12 +206,12 @@ def weigh(node: Node, selection: Selection) -> Weighing:
         if is_cast(node):
             w.source = node.args[0]  # type: ignore[assignment]
         elif scaled is not None:
-            require(not w.renormalize, "the weights are scaled before they are renormalised", node, STAYS)
+            require(not w.renormalize, "the weights are scaled before they are renormalised", node, _SCALE)
             w.source, factor = scaled
             w.scale *= factor
         elif own is not None:
             require(
-                not w.renormalize, "the experts' own scale is applied before the weights are renormalised", node, STAYS
+                not w.renormalize, "the experts' own scale is applied before the weights are renormalised", node, _SCALE
             )
             require(w.expert_scale is None, "the weights have two scales for each expert", node, STAYS)
             w.source, w.expert_scale = own
@@ -216,7 +219,7 @@ def weigh(node: Node, selection: Selection) -> Weighing:
             require(not w.renormalize, "the weights are divided twice", node, STAYS)
             found = _divisor(node.args[1], node.args[0], selection.k)  # type: ignore[arg-type]
             if found is None:
-                raise Miss("the weights are divided by something else than their own sum", node, STAYS)
+                raise Miss("the weights are divided by something else than their own sum", node, _DIVIDE)
             w.renormalize, w.clamp, w.eps, w.absolute = True, found.clamp, found.eps, found.absolute
             w.source, w.divided = node.args[0], node  # type: ignore[assignment]
         else:

@@ -222,7 +222,22 @@ def test_another_rule_stays_and_the_experts_are_raised_all_the_same(name):
     report = raised_agrees(routed(router), torch.randn(37, H))
     (match,) = report.matches
     assert match.formulation == "batched_mm" and match.router is None
-    assert words in match.router_why and match.router_why
+    assert words in match.router_why and "test_routers.py:" in match.router_why
+
+
+@pytest.mark.parametrize(
+    ("router", "remedy"),
+    [
+        (normalized_by_length, "weights.sum(-1, keepdim=True)"),
+        (by_table, "indices of a topk, sort or argmax"),
+        (cut_out_of_an_unsorted_choice, "leave out sorted=False"),
+    ],
+    ids=["norm", "table", "unsorted"],
+)
+def test_a_router_that_stays_says_what_would_help(router, remedy):
+    _, report = run_passes(routed(router), ["canonicalize", "find_moe", "raise_moe"], torch.randn(5, H))
+    why, _, hint = report.matches[0].router_why.partition("; try: ")
+    assert "test_routers.py:" in why and remedy in hint and hint in str(report)
 
 
 def test_logits_that_are_written_into_before_the_choice_stay():
