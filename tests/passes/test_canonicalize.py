@@ -209,3 +209,36 @@ def test_the_order_of_a_read_and_a_write_is_a_difference():
 
     with pytest.raises(AssertionError, match="after 1 writes"):
         assert_same_graph(capture_graph(read_first, torch.randn(3)), write_first)
+
+
+def test_a_choice_of_one_keeps_its_dimension():
+    def before(scores: Tensor, table: Tensor) -> Tensor:
+        values, ids = scores.max(-1)
+        return table[scores.argmax(dim=1)] * values + table[ids]
+
+    def expected(scores: Tensor, table: Tensor) -> Tensor:
+        best = torch.max(scores, -1, True)
+        values, ids = best[0].squeeze(-1), best[1].squeeze(-1)
+        return table[scores.argmax(1, True).squeeze(-1)] * values + table[ids]
+
+    inputs = torch.randn(5, 4), torch.randn(4)
+    assert_same_graph(after(before, *inputs), expected)
+    _, report = run_passes(expected, ["canonicalize"], *inputs)
+    assert report.passes[0].rewrites == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.argmax(),
+        lambda x: x.max(0)[1],
+        lambda x: x.long().argmax(-1),
+        lambda x: x.max(-1)[0],
+        lambda x: x.amax(-1),
+    ],
+    ids=["of_all", "of_a_column", "of_integers", "values_alone", "amax"],
+)
+def test_a_maximum_that_chooses_no_expert_stays(function):
+    x = torch.randn(5, 4)
+    module, report = run_passes(lambda x: function(x) + 1, ["canonicalize"], x)
+    assert report.passes[0].rewrites == 0 and "squeeze" not in str(module.graph)
