@@ -232,7 +232,8 @@ class Match:
     zeros elsewhere, from which raising takes them. ids_of_any_range: nothing shows that the ids lie in 0 .. E-1, and
     the source indexes the weights by them: a negative one counts from the end, others are an error. router_bias,
     router_scale: a router's optional operands, one number an expert; router_place: the node behind which it is
-    inserted; router_inner: the nodes that it replaces.
+    inserted; router_inner: the nodes that it replaces; router_weights, router_ids: those of them that others read.
+    router_miss: why the router, or what comes behind the start of it that `router` is, stays as it is.
     gate, up, down: expert weights as nodes in the layouts of `moepdl::experts`; `transposed` names those lists whose
     nodes hold [.., in, out] and need a transposed view. gate_bias, up_bias, down_bias: nodes of the biases, [E, out] or
     one an expert; empty for none.

@@ -63,7 +63,7 @@ class MatchRecord:
     block:       where it sits, e.g. `layers.0.mlp`
     formulation: name of the spelling that bound it
     router:      name of the router rule, or None when the router stays with Inductor; `router_why` then says why,
-                 at which line, and what would help
+                 at which line, and what would help; also where only its end stays, "..., then Inductor"
     where:       the user's line, `file:line: code`
     sizes:       E, k, T, H, I (and others) as text; symbolic ones keep their symbol
     attributes:  what the canonical operators carry: score, order, renormalize, activation, weight_at, layout, dtype,
@@ -517,11 +517,9 @@ def match_lines(match: MatchRecord) -> list[str]:
 
 def _match_line(match: MatchRecord) -> str:
     times = f" x{match.count}" if match.count > 1 else ""
-    router = (
-        f"router {match.router}"
-        if match.router
-        else f"router left to Inductor ({match.router_why or 'not recognised'})"
-    )
+    router = f"router {match.router or 'left to Inductor'}"
+    if match.router_why or not match.router:
+        router += f" ({match.router_why or 'not recognised'})"
     sizes = " ".join(f"{key}={value}" for key, value in match.sizes.items())
     line = f"{match.formulation}{times}, {router}"
     line += f", {sizes}" if sizes else ""

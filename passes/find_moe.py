@@ -25,6 +25,7 @@ from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.quantised import check_not_quantised
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import Router, match_router
+from moe_compiler.passes.formulations.router_start import match_start
 from moe_compiler.passes.formulations.selection import chooses_scores, chosen_ids, explain_selection, leads_to
 from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of
 from moe_compiler.report import MissRecord
@@ -237,7 +238,7 @@ def _views(root: Node) -> list[Node]:
 
 
 def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object, ...]]) -> None:
-    """Resolve the router of a match in place; what it is not is kept in `router_miss`.
+    """Resolve the router of a match in place; what it is not is kept in `router_miss`, also where its start is one.
 
     Values of the router that are used elsewhere (scores that the model returns, an auxiliary loss) stay where they
     are, beside the raised router: only its weights and ids are replaced.
@@ -246,24 +247,37 @@ def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object,
         match.router_miss = Miss("the weights are applied behind the block, to rows that are normalised first")
     if match.router is not None or match.weights_TK is None:
         return
+
+    def check(router: Router) -> None:
+        _check_router(router, region, writes)
+
     try:
         router = match_router(match.weights_TK, match.ids_TK, match.inner)
-        match.router_place = _router_place(router, region, writes.order)
-        first, last = (pick(router.inner, key=writes.order.__getitem__) for pick in (min, max))
-        operands = [node for node in (router.logits, router.bias, router.expert_scale) if node is not None]
-        writer = writes.between([*router.inner, *operands], first, last, router.inner)
-        if writer is not None:
-            raise Miss(f"{writer.name} writes into memory of the router", writer)
-        late = next((node for node in operands if writes.order[node] > writes.order[match.router_place]), None)
-        if late is not None:
-            raise Miss(f"{late.name}, which the router reads, is made after its choice", late)
+        check(router)
     except Miss as miss:
         match.router_miss = miss
-        return
+        try:
+            router = match_start(match.weights_TK, match.ids_TK, match.inner, check)
+        except Miss:
+            return
     match.router, match.logits = router.spec, router.logits
     match.router_bias, match.router_scale = router.bias, router.expert_scale
     match.router_weights, match.router_ids = router.weights, router.ids
+    match.router_place = _router_place(router, region, writes.order)
     match.router_inner = frozenset(router.inner)
+
+
+def _check_router(router: Router, region: dict[Node, tuple[object, ...]], writes: _Writes) -> None:
+    """Miss unless the raised router can stand at one place, where all that it reads is there and unchanged."""
+    place = _router_place(router, region, writes.order)
+    first, last = (pick(router.inner, key=writes.order.__getitem__) for pick in (min, max))
+    operands = [node for node in (router.logits, router.bias, router.expert_scale) if node is not None]
+    writer = writes.between([*router.inner, *operands], first, last, router.inner)
+    if writer is not None:
+        raise Miss(f"{writer.name} writes into memory of the router", writer)
+    late = next((node for node in operands if writes.order[node] > writes.order[place]), None)
+    if late is not None:
+        raise Miss(f"{late.name}, which the router reads, is made after its choice", late)
 
 
 def _router_place(router: Router, region: dict[Node, tuple[object, ...]], order: dict[Node, int]) -> Node:

@@ -161,9 +161,10 @@ class _Raising:
     def block(self, match: Match) -> None:
         """Insert moepdl::experts before the block's output, which it replaces."""
         weights: Node | None
+        whole = match.router is not None and match.router_miss is None
         if match.router is not None:
             weights, ids = self.router(match)
-        else:
+        if not whole:
             ids = self.now(match.ids_TK)
             if match.ids_of_any_range:
                 ids = self.experts_at(ids, match)
@@ -285,8 +286,8 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
     return MatchRecord(
         block=_module_path(path) or match.output.name,
         formulation=match.formulation,
-        router=match.router.rule if match.router is not None else None,
-        router_why=_why_not_router(match.router_miss) if match.router is None and match.router_miss else "",
+        router=match.router.rule + (", then Inductor" if match.router_miss else "") if match.router else None,
+        router_why=_why_not_router(match.router_miss) if match.router_miss else "",
         where=user_line(match.anchor),
         sizes={name: str(size) for name, size in match.sizes.items()},
         attributes=attributes,

@@ -148,9 +148,9 @@ def _text(value: Any) -> str:
 
 
 def _match(match: MatchRecord) -> str:
-    router = f"router {match.router}"
-    if not match.router:
-        router = f"router left to Inductor: {match.router_why or 'not recognised'}"
+    router = f"router {match.router or 'left to Inductor'}"
+    if match.router_why or not match.router:
+        router += f": {match.router_why or 'not recognised'}"
     alone = f"<p><b>Recognised, left alone:</b> {escape(match.left_alone)}</p>" if match.left_alone else ""
     block = match.block + (f" and {match.count - 1} equal blocks" if match.count > 1 else "")
     attributes = ""

@@ -2,8 +2,8 @@
 
 From the weights: casts, one number an expert, a constant scale, the division by the sum, a gather or the selection's
 own values, the score. From the ids: the selection, and how its operand is made of the scores (`choice.py`). Whatever
-does not fit raises Miss, and then the router stays with Inductor while the experts are still rewritten: ids and
-weights are then simply inputs of the block.
+does not fit raises Miss, and then the router, or its end (`router_start.py`), stays with Inductor while the experts are
+still rewritten: ids and weights are then simply inputs of the block.
 """
 
 from __future__ import annotations

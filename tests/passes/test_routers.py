@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_compiler.backend import last_reports
+from moe_compiler.backend import last_reports, moepdl
 from moe_compiler.testing import run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.spellings import Block, E, H, I, K
@@ -216,12 +216,21 @@ STAYS: dict[str, tuple[Router, str]] = {
 }
 
 
+# What of them is a rule all the same, up to a step: that is raised, and the rest stays.
+STARTS = {
+    "normalized_by_length": "R3 softmax, top-k, then Inductor",
+    "divided_by_another": "R3 softmax, top-k, then Inductor",
+    "over_all_tokens": "R3 softmax, top-k, then Inductor",
+    "raw_by_absolute_values": "top-k, then Inductor",
+}
+
+
 @pytest.mark.parametrize("name", STAYS)
 def test_another_rule_stays_and_the_experts_are_raised_all_the_same(name):
     router, words = STAYS[name]
     report = raised_agrees(routed(router), torch.randn(37, H))
     (match,) = report.matches
-    assert match.formulation == "batched_mm" and match.router is None
+    assert match.formulation == "batched_mm" and match.router == STARTS.get(name)
     assert words in match.router_why and "test_routers.py:" in match.router_why
 
 
@@ -303,9 +312,12 @@ def test_one_weight_a_token_is_not_divided_by_the_sum_of_all():
         values, ids = logits.max(-1)
         return values.softmax(-1), ids
 
-    for router, words in ((divided, "something else than their own sum"), (softened, "softmax over another dimension")):
+    for router, start, words in (
+        (divided, "R3 softmax, top-k, then Inductor", "something else than their own sum"),
+        (softened, "top-k, then Inductor", "softmax over another dimension"),
+    ):
         (match,) = raised_agrees(Single(router), torch.randn(37, H)).matches
-        assert match.router is None and words in match.router_why
+        assert match.router == start and words in match.router_why
 
 
 def test_of_equal_scores_argmax_takes_the_first():
@@ -362,17 +374,73 @@ def test_an_unsorted_choice_may_be_counted_but_not_read_in_its_order(read, raise
     assert torch.equal(ours[1], eager[1])
 
 
-def test_a_router_in_a_region_of_its_own_is_raised_only_when_whole():
-    """The softmax under another autocast state than the division of its result: the experts alone are raised."""
+def test_a_router_in_a_region_of_its_own_is_raised_up_to_its_end():
+    """The softmax under another autocast state than the division of its result, which stays where it is."""
 
     def split(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast("cpu", enabled=False):
             weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)
         return weights / weights.sum(-1, keepdim=True), ids
 
-    _, report = run_passes(routed(split), ["canonicalize", "find_moe", "raise_moe"], torch.randn(5, H))
+    (match,) = raised_agrees(routed(split), torch.randn(37, H)).matches
+    assert match.router == "R3 softmax, top-k, then Inductor"
+    assert "two autocast or grad-mode regions" in match.router_why
+
+
+def skipped_class(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """zaya: one class stands for no expert; who chose it runs expert 0 with the weight 0."""
+    weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)
+    none = ids == E - 1
+    return weights.masked_fill(none, 0), ids.masked_fill(none, 0)
+
+
+def weights_by_a_learned_power(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.topk(torch.sigmoid(logits), K, dim=-1)
+    weights = (weights / weights.sum(-1, keepdim=True)) ** b.bias.mean().exp()
+    return weights.cumsum(-1), ids
+
+
+def logged(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The entropy of the weights is returned beside them: it reads what the router gives."""
+    weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1)
+    return F.normalize(weights, dim=-1) + 0 * (weights * weights.log()).sum(-1, keepdim=True), ids
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("router", "rule"),
+    [
+        (skipped_class, "R3 softmax, top-k, then Inductor"),
+        (weights_by_a_learned_power, "sigmoid, top-k, renormalise, then Inductor"),
+        (logged, "R3 softmax, top-k, then Inductor"),
+    ],
+    ids=["skipped", "power", "logged"],
+)
+def test_the_start_of_a_router_is_raised_and_its_end_stays(router, rule, dynamic):
+    module = routed(router)
+    report = raised_agrees(module, torch.randn(37, H), compiled=compile_eager(module, dynamic=dynamic))
     (match,) = report.matches
-    assert match.router is None and "two autocast or grad-mode regions" in match.router_why
+    assert match.router == rule and match.router_why
+    assert f"router {rule} ({match.router_why})" in str(report)
+
+
+def test_the_end_of_a_router_may_tell_the_order_of_an_unsorted_choice():
+    """cumsum of the weights: sorted ones give another sum than those in the choice's own order."""
+
+    def summed(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = torch.topk(torch.softmax(logits, -1), K, dim=-1, sorted=False)
+        return weights.cumsum(-1), ids
+
+    (match,) = raised_agrees(routed(summed), torch.randn(37, H)).matches
+    assert match.router is None and "come from cumsum" in match.router_why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", [skipped_class, normalized_by_length], ids=["skipped", "normalized"])
+def test_the_start_of_a_router_through_inductor(router):
+    module = routed(router)
+    compiled = torch.compile(module, backend=moepdl, fullgraph=True)
+    assert raised_agrees(module, torch.randn(37, H), compiled=compiled).matches[0].router.endswith("then Inductor")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
