@@ -166,12 +166,12 @@ class _Raising:
             weights, ids = self.router(match)
         if not whole:
             ids = self.now(match.ids_TK)
-            if match.ids_of_any_range:
-                ids = self.experts_at(ids, match)
             if match.weights_TK is not None:
                 weights = self.now(match.weights_TK)
             else:
                 weights = None if match.per_pair else self.weights_of_choices(match, ids)
+        if match.ids_of_any_range:
+            ids = self.experts_at(ids, match)
         spec = match.spec
         output, x, weight_at = match.output, self.now(match.x_TH), spec.weight_at
         with self.graph.inserting_before(output):

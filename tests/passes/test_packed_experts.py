@@ -192,6 +192,23 @@ def test_a_filled_choice_that_may_be_out_of_range_means_what_the_gather_means(mo
         torch.testing.assert_close(compiled(x), module(x))
 
 
+def test_a_router_over_more_classes_than_experts_stays_an_error_where_weights_are_gathered():
+    class Wider(Skipping):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = torch.topk(torch.softmax(F.linear(x, self.router), -1), K, dim=-1)
+            return batched(self.block, x, weights, ids, lambda b, rows: rows)
+
+    module, x = Wider(lambda ids: ids).requires_grad_(False), torch.rand(5, H)
+    module.router[E] = -9.0
+    compiled = compile_eager(module)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert last_reports()[-1].matches[0].router == "R3 softmax, top-k"
+    module.router[E] = 9.0
+    for run in (module, compiled):
+        with pytest.raises(IndexError):
+            run(x)
+
+
 # Dense experts inside a model
 
 
