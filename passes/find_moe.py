@@ -245,19 +245,22 @@ def _bind_router(match: Match, writes: _Writes, region: dict[Node, tuple[object,
     """
     if match.per_pair:
         match.router_miss = Miss("the weights are applied behind the block, to rows that are normalised first")
-    if match.router is not None or match.weights_TK is None:
+    weights = match.weights_TK if match.weights_TK is not None else match.weights_KTE
+    if match.router is not None or weights is None:
         return
 
     def check(router: Router) -> None:
         _check_router(router, region, writes)
 
     try:
-        router = match_router(match.weights_TK, match.ids_TK, match.inner)
+        if match.router_miss is not None:
+            raise match.router_miss
+        router = match_router(weights, match.ids_TK, match.inner)
         check(router)
     except Miss as miss:
         match.router_miss = miss
         try:
-            router = match_start(match.weights_TK, match.ids_TK, match.inner, check)
+            router = match_start(weights, match.ids_TK, match.inner, check)
         except Miss:
             return
     match.router, match.logits = router.spec, router.logits

@@ -145,7 +145,8 @@ def _routers(data: Mapping[str, Any]) -> Iterator[str]:
         for name, column, cell in _cells(data):
             for match in cell.get("matches", ()):
                 if match["router_why"] and not match["left_alone"]:
-                    yield match["router_why"], name, column
+                    start = f"{match['router']}: " if match["router"] else ""
+                    yield start + match["router_why"], name, column
 
     groups = _grouped(found())
     if not groups:

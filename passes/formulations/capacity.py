@@ -284,7 +284,7 @@ def finish(b: Bindings) -> Match:
         ids_TK=b.ids,
         weights_TK=None,
         weights_KTE=b.weights_KTE,
-        router_miss=Miss("a capacity drops choices after the top-k", b.weights_KTE, "the router stays with Inductor"),
+        router_miss=Miss("a capacity drops choices after the top-k", b.weights_KTE),
         gate=gate,
         up=up,
         down=(b.down.weight,),
