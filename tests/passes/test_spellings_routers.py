@@ -19,7 +19,11 @@ from torch.nn import functional as F
 
 from moe_compiler import compilation
 from moe_compiler.backend import last_reports
+from moe_compiler.moe_ir import op_name
+from moe_compiler.numeric import copy_graph
+from moe_compiler.testing import capture_graph, run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
+from tests.passes.test_damage import _run, _values, damages
 from tests.properties.check import _run_phase_twice
 
 E, K, G, KEPT, H, I = 8, 2, 4, 2, 8, 8
@@ -358,3 +362,42 @@ def test_one_compilation_serves_any_number_of_tokens(router):
     for batch, tokens in ((1, 1), (1, 5), (2, 0)):
         report = raised_agrees(module, tokens_of_clear_choice(module, batch, tokens), compiled=compiled)
         assert (report.matches[0].router or "")[:1] == "R", report.matches[0].router_why
+
+
+@torch.no_grad()
+def check_damages(router: Router, every: int) -> None:
+    """Do one damage in `every` to the operators ahead of the experts: what is matched still computes what it says."""
+    module = Block(router, 1 if router in ONE else K, torch.float32)
+    captured = capture_graph(module, torch.randn(2, 7, H))
+    values = _values(captured)
+    own = itertools.takewhile(lambda node: op_name(node) != "bmm", captured.graph.nodes)
+    tried = 0
+    for damage in [damage for node in own for damage in damages(node)][::every]:
+        if damage.what in ("clamped", "rounded"):
+            continue  # they make scores equal, and of equals any may be chosen
+        damaged = copy_graph(captured)
+        (target,) = [node for node in damaged.graph.nodes if node.name == damage.node]
+        before = _run(copy_graph(damaged), values) if damage.apply(target) else None
+        if before is None:
+            continue
+        tried += 1
+        after, report = run_passes(damaged, ["canonicalize", "find_moe", "raise_moe"])
+        found = _run(after, values)
+        what = f"{damage.node} {damage.what}: {[match.router for match in report.matches]}"
+        assert found is not None, what
+        for mine, theirs in zip(found, before, strict=True):
+            assert torch.equal(mine.isnan(), theirs.isnan()), what
+            error, scale = (mine - theirs).norm(), theirs.norm() + 1e-6
+            assert error <= 1e-4 * scale or not theirs.isfinite().all(), f"{what}: {error / scale:.1e}"
+    assert tried > 40 // every
+
+
+@pytest.mark.parametrize("router", [spelled[0][0] for spelled in SPELLINGS.values()], ids=list(SPELLINGS))
+def test_a_damaged_router_stays_or_means_what_it_says(router):
+    check_damages(router, every=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", [router for spelled in SPELLINGS.values() for router, _ in spelled])
+def test_every_damage_of_a_router_stays_or_means_what_it_says(router):
+    check_damages(router, every=1)
