@@ -28,7 +28,8 @@ _SAME_CHOICE = frozenset({"_to_copy", "convert_element_type", "clone"})
 def keep_choices(graph: Graph) -> int:
     """Mark ids and routing weights of every block in a joint forward and backward graph as saved, if they are not.
 
-    Only what a checkpoint would recompute is marked. Returns the number of blocks concerned.
+    What a raised router gives is kept as well where steps of the model's own stand between it and its block. Only what
+    a checkpoint would recompute is marked. Returns the number of blocks concerned.
     """
     count = 0
     for node in graph.nodes:
@@ -36,6 +37,10 @@ def keep_choices(graph: Graph) -> int:
             named = named_arguments(node)
             kept = [_keep(named[role]) for role in ("ids", "weights")]
             count += any(kept)
+    for node in graph.nodes:
+        if is_moepdl(node) and op_name(node) == "route":
+            for result in node.users:
+                _keep(result)
     return count
 
 
