@@ -24,7 +24,7 @@ from moe_compiler.numeric import copy_graph
 from moe_compiler.testing import capture_graph, run_passes
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.test_damage import _run, _values, damages
-from tests.properties.check import _run_phase_twice
+from tests.properties.check import run_phase_twice
 
 E, K, G, KEPT, H, I = 8, 2, 4, 2, 8, 8
 
@@ -329,7 +329,7 @@ def cases() -> Iterator[object]:
 def test_a_router_in_another_spelling_is_raised_and_agrees(router, rule, dtype, training, dynamic):
     module = Block(router, 1 if router in ONE else K, dtype)
     compiled = compile_eager(module, dynamic=dynamic)
-    with mock.patch.object(compilation, "run_phase", _run_phase_twice):
+    with mock.patch.object(compilation, "run_phase", run_phase_twice):
         # Enough tokens for an error in bf16 to be no matter of chance.
         for batch, tokens in ((2, 37), (3, 25)) if dynamic else ((2, 37),):
             x = tokens_of_clear_choice(module, batch, tokens)
