@@ -7,13 +7,10 @@ Every step looks only at the users of an expert's own index nodes, so the work i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
-from moe_compiler.passes.formulations.activation import Activation, match_activation
+from moe_compiler.passes.formulations.activation import match_activation
 from moe_compiler.passes.formulations.base import (
     Bindings,
     check_sizes,
@@ -22,15 +19,16 @@ from moe_compiler.passes.formulations.base import (
     trailing_cast,
 )
 from moe_compiler.passes.formulations.bias import split_bias, split_biases
+from moe_compiler.passes.formulations.combine import check_weighted_inside
 from moe_compiler.passes.formulations.contraction import Product, match_product
 from moe_compiler.passes.formulations.matrices import collect as _collect
 from moe_compiler.passes.formulations.matrices import stored as _stored
 from moe_compiler.passes.formulations.pairs import are_distinct, match_weights, row_index, rows_at, token_rows
+from moe_compiler.passes.formulations.picks import Pick
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
     elements_of,
-    is_cast,
     is_index_cast,
     is_op,
     is_zeros,
@@ -41,138 +39,13 @@ from moe_compiler.passes.formulations.walk import (
     strip_ids,
     strip_views,
     strip_views_casts,
-    swaps_last_two,
     users_through,
     view_or_cast,
 )
 
-__all__ = [
-    "Pick",
-    "accumulate",
-    "complete",
-    "compute",
-    "feeds_where",
-    "finish",
-    "picks_of_mask",
-    "reordered",
-    "weigh",
-]
+__all__ = ["accumulate", "compute", "finish", "weigh"]
 
-_WHERE = ("where", "nonzero_numpy")
 _ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_")
-
-
-@dataclass
-class Pick:
-    """What expert `expert` picks: `token` and `choice` index [T, K]. The rest is bound by the steps."""
-
-    expert: int
-    token: Node
-    choice: Node
-    mask: Node
-    adds: Node | None = None
-    rows: Node | None = None
-    weight_at: str = ""
-    activation: Activation | None = None
-    down: Product | None = None
-    first: tuple[Product, ...] = ()
-    first_bias: tuple[Node | None, ...] = ()
-    down_bias: Node | None = None
-
-
-def reordered(node: Node, letters: str) -> str | None:
-    """The order of the dimensions after a transpose of a tensor whose dimensions are `letters`; None if it is none."""
-    if is_op(node, "permute"):
-        return "".join(letters[d] for d in node.args[1])
-    if is_op(node, "transpose", "swapaxes", "swapdims"):
-        order = list(letters)
-        a, b = node.args[1:3]
-        order[a], order[b] = order[b], order[a]
-        return "".join(order)
-    if is_op(node, "movedim"):
-        source, target = arg(node, "source"), arg(node, "destination")
-        if isinstance(source, int) and isinstance(target, int):
-            order = list(letters)
-            moved = order.pop(source)
-            order.insert(target % len(letters), moved)
-            return "".join(order)
-        return None
-    return letters[:-2] + letters[-1] + letters[-2] if swaps_last_two(node) else None
-
-
-def picks_of_mask(expert: int, mask: Node, letters: str) -> list[Pick]:
-    """The index nodes (token, choice) that `where` makes of the mask of one expert; `letters` is "tk" or "kt"."""
-    masks, found = [mask], []
-    while masks:
-        node = masks.pop()
-        for user in node.users:
-            order = reordered(user, letters) if len(shape_of(user)) == 2 else None
-            if order is not None:
-                found += picks_of_mask(expert, user, order)
-            elif _is_truth(user):
-                masks.append(user)
-            elif is_op(user, *_WHERE) and len(user.args) == 1:
-                found += _pick(expert, mask, [_item(user, i) for i in (0, 1)], letters)
-            elif is_op(user, "nonzero"):
-                found += _pick(expert, mask, _columns(user), letters)
-    return found
-
-
-def _is_truth(node: Node) -> bool:
-    """The same mask as numbers or truth values: mask.bool(), mask == 1, mask > 0, mask != 0."""
-    if is_op(node, "to", "_to_copy"):
-        return not node.meta["val"].dtype.is_floating_point
-    return (is_op(node, "eq") and node.args[1] == 1) or (is_op(node, "gt", "ne") and node.args[1] == 0)
-
-
-def _item(node: Node, index: int) -> Node | None:
-    return next((user for user in node.users if op_name(user) == "getitem" and user.args[1] == index), None)
-
-
-def _columns(nonzero: Node) -> list[Node | None]:
-    """The two columns of nonzero(mask) [N, 2]."""
-    for user in nonzero.users:
-        if is_op(user, "unbind") and arg(user, "dim") in (1, -1):
-            return [_item(user, i) for i in (0, 1)]
-    columns: list[Node | None] = [None, None]
-    for user in nonzero.users:
-        if is_op(user, "select") and user.args[1] in (1, -1):
-            columns[user.args[2]] = user  # type: ignore[call-overload]
-        elif is_op(user, "slice") and user.args[1] in (1, -1) and shape_of(user)[1] == 1:
-            for squeezed in user.users:
-                if is_op(squeezed, "squeeze") and len(shape_of(squeezed)) == 1 and user.args[2] in (0, 1):
-                    columns[user.args[2]] = squeezed  # type: ignore[call-overload]
-    return columns
-
-
-def _pick(expert: int, mask: Node, items: list[Node | None], letters: str) -> list[Pick]:
-    by_letter = dict(zip(letters, items, strict=True))
-    token, choice = by_letter["t"], by_letter["k"]
-    if token is None or choice is None:
-        raise Miss(f"the mask of expert {expert} does not give both the token and the choice", mask)
-    return [Pick(expert, token, choice, mask)]
-
-
-def complete(picks: Iterable[Pick], experts: int, anchor: Node) -> list[Pick]:
-    """The picks ordered by expert; a Miss names the expert that is missing or runs twice."""
-    ordered: dict[int, Pick] = {}
-    for pick in picks:
-        require(pick.expert not in ordered, f"expert {pick.expert} picks its tokens twice", pick.mask)
-        ordered[pick.expert] = pick
-    missing = [e for e in range(experts) if e not in ordered]
-    names = f"expert{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
-    require(
-        not missing,
-        f"{names} of {experts} never picks its tokens",
-        anchor,
-        "all experts of a block must run in one graph",
-    )
-    beyond = sorted(set(ordered) - set(range(experts)))
-    require(not beyond, f"expert {beyond[0] if beyond else ''} does not exist among {experts}", anchor)
-    return [ordered[e] for e in range(experts)]
-
-
-# Steps
 
 
 def accumulate(b: Bindings) -> None:
@@ -265,7 +138,7 @@ def _increment(pick: Pick) -> Node:
 
 
 def weigh(b: Bindings) -> None:
-    """Each expert's rows are multiplied by w[t, j], after the expert or before it."""
+    """Each expert's rows are multiplied by w[t, j] after the expert; else before it or inside, which `compute` sees."""
     weights: dict[Node, None] = {}
     for pick in b.picks:
         assert pick.rows is not None
@@ -290,23 +163,33 @@ def _only(nodes: list[Node], reason: str, where: Node) -> Node:
 def _weighted(b: Bindings, pick: Pick, product: Node) -> tuple[Node, Node]:
     """(weights [T, K], rows) of rows * w[t, j, None]."""
     operands = [operand for operand in product.args[:2] if isinstance(operand, Node)]
-    require(len(operands) == 2, f"the rows of expert {pick.expert} are scaled by a constant", product)
+    require(
+        len(operands) == 2,
+        f"the rows of expert {pick.expert} are scaled by a constant",
+        product,
+        "scale the routing weights, or the result of all experts",
+    )
     for weight, rows in (operands, operands[::-1]):
-        index = strip_views_casts(weight)
-        if not is_op(index, "index"):
-            continue
-        indices = [item for item in index.args[1] if item is not None]
-        if len(indices) != 2:
-            continue
-        require(
-            _is_token(pick, indices[0]) and _is_choice(pick, indices[1]),
-            f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked",
-            index,
-        )
-        full = shape_of(weight)
-        require(len(full) == 2 and full[1] == 1, "the routing weight is not one number a row", product)
-        return match_weights(index.args[0], b.ids, index), rows
+        found = _pair_weights(b, pick, weight)
+        if found is not None:
+            return found, rows
     raise Miss(f"the rows of expert {pick.expert} are not multiplied by its routing weights", product)
+
+
+def _pair_weights(b: Bindings, pick: Pick, column: Node) -> Node | None:
+    """The weights [T, K] of which `column` [n, 1] holds those of an expert's own pairs; None for no gather."""
+    index = strip_views_casts(column)
+    indices = [item for item in index.args[1] if item is not None] if is_op(index, "index") else []
+    if len(indices) != 2:
+        return None
+    require(
+        _is_token(pick, indices[0]) and _is_choice(pick, indices[1]),
+        f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked",
+        index,
+    )
+    full = shape_of(column)
+    require(len(full) == 2 and full[1] == 1, "the routing weight is not one number a row", column)
+    return match_weights(index.args[0], b.ids, index)
 
 
 def compute(b: Bindings) -> None:
@@ -319,8 +202,11 @@ def compute(b: Bindings) -> None:
         what = f"down (expert {pick.expert})"
         last, added = split_bias(pick.rows, what)
         pick.down, pick.down_bias = _linear(last, what), _vector(added, what)
-        activation, biases = split_biases(match_activation(pick.down.rows))
+        unweighted = match_activation(pick.down.rows, weighted=b.weight_at != "output")
+        activation, biases = split_biases(unweighted)
         pick.activation = activation
+        if activation.weight is not None:
+            weights.setdefault(_weight_inside(b, pick, activation.weight))
         halves = [half.source for half in (activation.gate, activation.up) if half is not None]
         pick.first_bias = tuple(_vector(biases.get(source), f"gate and up (expert {pick.expert})") for source in halves)
         pick.first = tuple(_linear(source, f"gate and up (expert {pick.expert})") for source in halves)
@@ -338,19 +224,31 @@ def compute(b: Bindings) -> None:
     )
     if b.weight_at == "input":
         b.bind(weights=_only(list(weights), "experts use different routing weights, or none", b.anchor))
+    if b.picks[0].activation.weight is not None:
+        b.bind(weight_at="output")
     b.bind(x=x, down=b.picks[0].down, activation=b.picks[0].activation)
+
+
+def _weight_inside(b: Bindings, pick: Pick, column: Node) -> Node:
+    """The weights [T, K] that an expert's activation is multiplied with before its down projection."""
+    check_weighted_inside(column, () if pick.down_bias is None else (pick.down_bias,))
+    found = _pair_weights(b, pick, column)
+    reason = f"the activation of expert {pick.expert} is multiplied by something else than its routing weights"
+    require(found is not None, reason, column)
+    assert found is not None
+    return found
 
 
 def _kind(pick: Pick) -> tuple[object, ...]:
     """What must be equal for all experts of one block."""
     assert pick.activation is not None and pick.down is not None
-    packed = pick.activation.gate.part is not None
+    packed, inside = pick.activation.gate.part is not None, pick.activation.weight is not None
     shapes = tuple(shape_of(_stored(p)[0]) for p in (*pick.first, pick.down))
     dtypes = tuple(dtype_of(product.node) for product in (*pick.first, pick.down))
     orientation = tuple(_stored(product)[1] for product in (*pick.first, pick.down))
     biases = tuple(bias is not None for bias in (*pick.first_bias, pick.down_bias))
     names = (pick.activation.name, pick.activation.packing, pick.activation.up is not None)
-    return *names, packed, orientation, shapes, dtypes, biases
+    return *names, packed, inside, orientation, shapes, dtypes, biases
 
 
 def _linear(node: Node, what: str) -> Product:
@@ -380,7 +278,8 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
     """(x [T, H], weights or None) of the rows x[t], or x[t] * w[t, j], that an expert reads."""
     rows, weight = strip_views_casts(product.rows), None
     require(product.rows_letters[-1:] == product.contracted, "the rows are not [n, H]", product.node)
-    if b.weight_at == "input":
+    assert pick.activation is not None
+    if b.weight_at == "input" and pick.activation.weight is None:
         require(is_op(rows, "mul"), f"the rows of expert {pick.expert} are never weighted", rows)
         weight, value = _weighted(b, pick, rows)
         check_weighted_input(value, dtype_of(product.node), int(shape_of(b.ids)[-1]))
@@ -437,16 +336,3 @@ def finish(b: Bindings, formulation: str) -> Match:
         output=b.output,
         anchor=b.anchor,
     )
-
-
-def feeds_where(mask: Node) -> bool:
-    """Does a mask, or a plain rewriting of it, go into `where` or `nonzero`?"""
-    pending = [mask]
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if is_op(user, *_WHERE, "nonzero"):
-                return True
-            if _is_truth(user) or is_cast(user):
-                pending.append(user)
-    return False

@@ -15,6 +15,7 @@ from moe_compiler.moe_ir import Match
 from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.pairs import match_choice
+from moe_compiler.passes.formulations.picks import Pick, complete, picks_of_mask, reordered
 from moe_compiler.passes.formulations.walk import elements_of, is_op, require, shape_of
 
 __all__ = ["ONE_HOT_LOOP"]
@@ -31,27 +32,27 @@ def masks(b: Bindings) -> None:
     require(isinstance(experts, int) and experts > 0, "the number of classes comes from the data", b.anchor)
     source = b.anchor.args[0]
     require(len(shape_of(source)) == 2, "the one-hot encoding is not of [T, K] ids", b.anchor)
-    ids = match_choice(source)
     picks = _picks(b.anchor, "tke")
     require(bool(picks), "no expert picks its tokens from this one-hot encoding", b.anchor)
+    ids = match_choice(source)
     b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
-    b.bind(picks=loop.complete(picks, experts, b.anchor))
+    b.bind(picks=complete(picks, experts, b.anchor))
 
 
-def _picks(node: Node, letters: str) -> list[loop.Pick]:
+def _picks(node: Node, letters: str) -> list[Pick]:
     """The picks of all masks that are selected from `node`, whose dimensions are `letters`."""
-    found: list[loop.Pick] = []
+    found: list[Pick] = []
     for user in node.users:
-        order = loop.reordered(user, letters)
+        order = reordered(user, letters)
         if order is not None:
             found += _picks(user, order)
         elif is_op(user, "to", "_to_copy"):
             found += _picks(user, letters)
         elif is_op(user, "select") and letters[user.args[1]] == "e":
-            found += loop.picks_of_mask(user.args[2], user, letters.replace("e", ""))
+            found += picks_of_mask(user.args[2], user, letters.replace("e", ""))
         elif is_op(user, "unbind") and letters[user.args[1] if len(user.args) > 1 else 0] == "e":
             for item in user.users:
-                found += loop.picks_of_mask(item.args[1], item, letters.replace("e", ""))
+                found += picks_of_mask(item.args[1], item, letters.replace("e", ""))
     return found
 
 

@@ -15,6 +15,7 @@ from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.one_hot_loop import Expert
 from moe_compiler.passes.formulations.pairs import match_choice
+from moe_compiler.passes.formulations.picks import complete, feeds_where, picks_of_mask
 from moe_compiler.passes.formulations.walk import arg, elements_of, is_op, item_of, require, shape_of, strip_ids
 
 __all__ = ["WHERE_LOOP"]
@@ -25,7 +26,7 @@ def _compared(node: Node) -> dict[Node, int]:
     found = {}
     for user in node.users:
         constant = is_op(user, "eq") and isinstance(user.args[1], int) and not isinstance(user.args[1], bool)
-        if constant and loop.feeds_where(user):
+        if constant and feeds_where(user):
             found[user] = user.args[1]
     return found
 
@@ -52,9 +53,9 @@ def comparisons(b: Bindings) -> None:
         require(width.is_Integer, "the number of experts is not a constant", topk)
         experts = int(width)
     ids = match_choice(b.anchor)
-    picks = [pick for mask, expert in compared.items() for pick in loop.picks_of_mask(expert, mask, "tk")]
+    picks = [pick for mask, expert in compared.items() for pick in picks_of_mask(expert, mask, "tk")]
     b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
-    b.bind(picks=loop.complete(picks, experts, b.anchor))
+    b.bind(picks=complete(picks, experts, b.anchor))
 
 
 def finish(b: Bindings) -> Match:
