@@ -3,11 +3,14 @@
 Only what leaves every value as it was: an in-place operator on memory that nobody else can see becomes the operator
 that returns a new tensor, and casts, reshapes, slices and dropouts that change nothing disappear. An in-place operator
 on an input, on a view of one, or on anything still read under its old name afterwards stays as it is. What an exported
-program states about the dtype of a value has been checked by the capture, and goes. A choice of one expert a token
-keeps its dimension, [T, 1], which a view then drops: as a top-k of one it has that dimension too.
+program states about the dtype of a value has been checked by the capture, and goes; the einsums over expert weights
+that it has written out as batched products are einsums again. A choice of one expert a token keeps its dimension,
+[T, 1], which a view then drops: as a top-k of one it has that dimension too.
 """
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch.fx import Graph, Node
@@ -15,6 +18,7 @@ from torch.fx import Graph, Node
 from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert, propagate
 from moe_compiler.moe_ir import Level, op_name, size_expr
+from moe_compiler.passes.formulations.einsums import restore_einsums
 from moe_compiler.passes.formulations.selection import chooses_scores
 from moe_compiler.passes.formulations.walk import arg, is_op
 
@@ -123,6 +127,18 @@ def _drop_no_ops(graph: Graph) -> int:
     return changed
 
 
+def _count_from_the_front(graph: Graph) -> int:
+    """Number the results of an operator from its first: parts[-1] of two is parts[1]."""
+    changed = 0
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        source, index = node.args
+        value = source.meta.get("val") if isinstance(source, Node) else None
+        if isinstance(value, (tuple, list)) and isinstance(index, int) and -len(value) <= index < 0:
+            node.args = (source, index + len(value))
+            changed += 1
+    return changed
+
+
 def _drop_statements(graph: Graph) -> int:
     """Drop what torch.export asserts about dtype, device and layout: the recorded values have just been held to it."""
     changed = 0
@@ -156,11 +172,13 @@ def _keep_dimension(graph: Graph) -> int:
 
 @graph_pass(level=Level.CAPTURED, numerics="exact")
 def canonicalize(graph: Graph, context: Context) -> int:
-    """Make private in-place operators functional; drop casts, reshapes and dropouts without effect, and stated dtypes.
+    """Make private in-place operators functional, einsums of what was written out; drop what has no effect.
 
     And let a choice of one expert keep its dimension.
 
     before   p = topk(s); w = p.values.div_(sum(p.values)); w = w.to(float32); y = zeros.index_add_(0, t, v)
     after    p = topk(s); w = div(p.values, sum(p.values));                    y = index_add(zeros, 0, t, v)
     """
-    return _drop_statements(graph) + _functionalize(graph) + _drop_no_ops(graph) + _keep_dimension(graph)
+    changed = _drop_statements(graph) + _count_from_the_front(graph)
+    changed += _functionalize(graph) + _drop_no_ops(graph)
+    return changed + restore_einsums(graph) + _keep_dimension(graph)

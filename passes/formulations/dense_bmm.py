@@ -33,6 +33,7 @@ from moe_compiler.passes.formulations.base import (
 )
 from moe_compiler.passes.formulations.bias import behind_bias, split_biases
 from moe_compiler.passes.formulations.contraction import Product, contraction, fed_by, match_product
+from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding
 from moe_compiler.passes.formulations.pairs import is_written, match_choice, match_weights, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -354,10 +355,11 @@ def _choose_by_one_hot(b: Bindings, scores: Node) -> None:
         encoded = (
             strip(encoding, lambda n: is_op(n, "to", "_to_copy", "type_as")) if isinstance(encoding, Node) else None
         )
-        if not is_op(encoded, "one_hot") or not isinstance(column, Node):
+        if encoded is None or not is_encoding(encoded) or not isinstance(column, Node):
             continue
-        require(arg(encoded, "num_classes") == b.experts, "the encoding has another number of experts", encoded)
-        ids = match_choice(encoded.args[0])
+        source, experts = encoded_ids(encoded)
+        require(experts == b.experts, "the encoding has another number of experts", encoded)
+        ids = match_choice(source)
         fits = len(shape_of(column)) == 3 and shape_of(column)[-1] == 1
         require(fits, "the routing weight is not one number a (token, expert) pair", product)
         # Tokens with the sum of two weights are not what two weighted tokens give.

@@ -3,7 +3,8 @@
     one_hot(ids, E).permute(2, 1, 0); for e in range(E): j, t = where(mask[e])
     y.index_add_(0, t, expert_e(x[None, t].reshape(-1, H)) * w[t, j, None])
 
-The mask may be permuted in any way. All of 0 .. E-1 must be there.
+The masks may be permuted in any way, or be comparisons of the ids with all of 0 .. E-1 at once. All experts must be
+there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.fx import Graph, Node
 from moe_compiler.moe_ir import Match
 from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
+from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding
 from moe_compiler.passes.formulations.pairs import match_choice
 from moe_compiler.passes.formulations.picks import Pick, complete, picks_of_mask, reordered
 from moe_compiler.passes.formulations.walk import elements_of, is_op, require, shape_of
@@ -23,14 +25,12 @@ __all__ = ["ONE_HOT_LOOP"]
 
 def anchors(graph: Graph) -> list[Node]:
     """Every one-hot encoding."""
-    return [node for node in graph.nodes if is_op(node, "one_hot")]
+    return [node for node in graph.nodes if is_encoding(node)]
 
 
 def masks(b: Bindings) -> None:
     """The one-hot encoding of [T, K] ids; one mask an expert, and where it is set."""
-    experts = b.anchor.args[1] if len(b.anchor.args) > 1 else b.anchor.kwargs.get("num_classes", -1)
-    require(isinstance(experts, int) and experts > 0, "the number of classes comes from the data", b.anchor)
-    source = b.anchor.args[0]
+    source, experts = encoded_ids(b.anchor)
     require(len(shape_of(source)) == 2, "the one-hot encoding is not of [T, K] ids", b.anchor)
     picks = _picks(b.anchor, "tke")
     require(bool(picks), "no expert picks its tokens from this one-hot encoding", b.anchor)

@@ -213,9 +213,11 @@ def test_an_exported_program_with_symbolic_tokens(implementation, decomposed):
     ("name", "decomposed"),
     [
         ("gather_einsum", False),
+        ("gather_einsum", True),
         ("dense_bmm", False),
         ("dense_bmm", True),
         ("one_hot_loop", False),
+        ("one_hot_loop", True),
         ("where_loop", False),
         ("where_loop", True),
     ],

@@ -73,6 +73,18 @@ def test_a_chain_of_private_writes_becomes_new_tensors_throughout():
     torch.testing.assert_close(module(x)[0], before(x))
 
 
+def test_results_are_numbered_from_the_first():
+    def before(x: Tensor) -> Tensor:
+        parts = x.chunk(2, dim=-1)
+        return torch.relu(parts[-2]) * parts[-1]
+
+    def expected(x: Tensor) -> Tensor:
+        parts = x.chunk(2, dim=-1)
+        return torch.relu(parts[0]) * parts[1]
+
+    assert_same_graph(after(before, torch.randn(3, 4)), expected)
+
+
 # What stays
 
 

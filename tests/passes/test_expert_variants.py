@@ -308,7 +308,7 @@ class Strange(Experts):
         elif self.how == "rows":
             rows = rows + rows.sin()
         elif self.how == "fp32":
-            rows = rows + self.first_bias.float()[flat]
+            rows = rows + (self.first_bias.float() / 3)[flat]  # more digits than bfloat16 has
         elif self.how == "twice":
             rows = rows + self.first_bias[flat] + self.first_bias[flat]
         rows = torch.bmm(self.act(rows).to(x.dtype).unsqueeze(1), self.second[flat]).squeeze(1)
@@ -327,6 +327,65 @@ class Strange(Experts):
 )
 def test_what_is_added_and_is_no_bias(how, words, dtype):
     assert words in reason(Strange(how).to(dtype), torch.randn(9, H, dtype=dtype))
+
+
+class Widened(nn.Module):
+    """Products in bf16 and sums, activation and routing weights in fp32; biases that bf16 holds, or not."""
+
+    def __init__(self, run: str, exact: bool = True, keeps: bool = False) -> None:
+        super().__init__()
+        self.run, self.keeps = run, keeps
+        self.router = nn.Parameter(torch.randn(E, H).bfloat16())
+        self.first = nn.Parameter((torch.randn(E, 2 * INNER, H) * H**-0.5).bfloat16())
+        self.second = nn.Parameter((torch.randn(E, H, INNER) * INNER**-0.5).bfloat16())
+        stored = torch.bfloat16 if exact else torch.float32
+        self.first_bias = nn.Parameter((torch.randn(E, 2 * INNER) * 0.5).to(stored))
+        self.second_bias = nn.Parameter((torch.randn(E, H) * 0.5).to(stored))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.topk(torch.softmax(F.linear(x, self.router).float(), -1), K)
+        y = getattr(self, self.run)(x, weights, ids, self.first_bias.float(), self.second_bias.float())
+        return y if self.keeps else y.to(x.dtype)
+
+    def act(self, rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(torch.bfloat16)
+
+    def gathered(self, x: Tensor, weights: Tensor, ids: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        flat, rows = ids.reshape(-1), x.repeat_interleave(K, 0).unsqueeze(-1)
+        act = self.act(torch.bmm(self.first[flat], rows).squeeze(-1).float() + first[flat])
+        rows = torch.bmm(self.second[flat], act.unsqueeze(-1)).squeeze(-1) + second[flat]
+        return (rows * weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    def dense(self, x: Tensor, weights: Tensor, ids: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        scores = torch.zeros(x.shape[0], E, dtype=torch.float32).scatter_(1, ids, weights)
+        act = self.act(torch.matmul(x, self.first.mT) + first[:, None])
+        rows = torch.bmm(act, self.second.mT) + second[:, None]
+        return torch.einsum("eth,te->th", rows, scores)
+
+    def loop(self, x: Tensor, weights: Tensor, ids: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y = torch.zeros(x.shape, dtype=torch.float32)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            act = self.act(F.linear(x[token], self.first[e]) + first[e])
+            rows = F.linear(act, self.second[e]) + second[e]
+            y.index_add_(0, token, rows * weights[token, choice, None])
+        return y
+
+
+@pytest.mark.parametrize("run", ["gathered", "dense", "loop"])
+def test_biases_that_are_added_in_a_wider_dtype(run):
+    x = torch.randn(33, H).bfloat16()
+    report = raised_agrees(Widened(run), x)
+    assert [match.formulation for match in report.matches] == [FORMULATION[run]], report.misses
+    assert report.matches[0].attributes["biases"] == "gate, down"
+
+
+@pytest.mark.parametrize("run", ["gathered", "dense", "loop"])
+def test_biases_that_would_be_rounded_are_refused(run):
+    x = torch.randn(9, H).bfloat16()
+    assert "bias is added in torch.float32, not in torch.bfloat16" in reason(Widened(run, exact=False), x)
+    assert "to a result in torch.float32, not in torch.bfloat16" in reason(Widened(run, keeps=True), x)
 
 
 class Flat(nn.Module):
