@@ -5,9 +5,9 @@
     sum over E -> [T, H]
 
 Running only the chosen experts is the same because the others add exactly zero: their weight is zero, it sits on the
-output, or it sits on the input of an expert without bias, for which expert(0) = 0. So the scores must be sigmoid or
-softmax of a scatter into -inf, a scatter of weights into zeros, of one top-k, or weights times a one-hot encoding of
-the ids, summed over k; anything else is a Miss.
+output, in front of a down projection without bias, or on the input of an expert without any, for which expert(0) = 0.
+So the scores must be sigmoid or softmax of a scatter into -inf, a scatter of weights into zeros, of one top-k, or
+weights times a one-hot encoding of the ids, summed over k; anything else is a Miss.
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ def down(b: Bindings) -> None:
 
 def activate(b: Bindings) -> None:
     """Its rows are act(gate) * up, or act(gate), of products of all tokens with all experts."""
-    activation, added = split_biases(match_activation(b.down.rows))
+    activation, added = split_biases(match_activation(b.down.rows, weighted=True))
+    if activation.weight is not None:
+        combine.check_weighted_inside(activation.weight, b.down_bias)
     first: dict[Node, _First] = {}
     for half in (activation.gate, activation.up):
         if half is None:
@@ -246,14 +248,16 @@ def activate(b: Bindings) -> None:
 
 
 def sum_experts(b: Bindings) -> None:
-    """The experts' results are summed over E, weighted there when the tokens were not weighted before."""
+    """The experts' results are summed over E, weighted there when they were not weighted before, on their way."""
     step = combine.next_step(b.last, "the experts' rows")
     total = (sympy.Integer(b.experts), b.tokens, b.width)
+    columns = [column for column in (b.column, b.activation.weight) if column is not None]
+    require(len(columns) < 2, "the experts' rows are weighted before the experts and inside", step)
     if is_op(step, "sum"):
-        require(b.column is not None, "the experts' rows are summed without weights", step)
-        scores, summed, summand = _by_expert(b.column), step, b.last
+        require(bool(columns), "the experts' rows are summed without weights", step)
+        scores, summed, summand = _by_expert(columns[0]), step, b.last
     else:
-        require(b.column is None, f"the weighted experts' rows are consumed by {op_name(step)}, not summed", step)
+        require(not columns, f"the weighted experts' rows are consumed by {op_name(step)}, not summed", step)
         product = contraction(step)
         if product is not None:
             b.bind(scores=_einsum_scores(b, step), output=trailing_cast(step), weight_at="output")

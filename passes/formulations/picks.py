@@ -15,7 +15,16 @@ from torch.fx import Node
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.activation import Activation
 from moe_compiler.passes.formulations.contraction import Product
-from moe_compiler.passes.formulations.walk import arg, is_cast, is_op, require, shape_of, swaps_last_two
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    is_cast,
+    is_op,
+    require,
+    same_shape,
+    shape_of,
+    swaps_last_two,
+    view_or_cast,
+)
 
 __all__ = ["Pick", "complete", "feeds_where", "picks_of_mask", "reordered"]
 
@@ -69,13 +78,18 @@ def picks_of_mask(expert: int, mask: Node, letters: str) -> list[Pick]:
             order = reordered(user, letters) if len(shape_of(user)) == 2 else None
             if order is not None:
                 found += picks_of_mask(expert, user, order)
-            elif _is_truth(user):
+            elif _is_truth(user) or _is_same(user, node):
                 masks.append(user)
             elif is_op(user, *_WHERE) and len(user.args) == 1:
                 found += _pick(expert, mask, [_item(user, i) for i in (0, 1)], letters)
             elif is_op(user, "nonzero"):
                 found += _pick(expert, mask, _columns(user), letters)
     return found
+
+
+def _is_same(node: Node, source: Node) -> bool:
+    """A view that changes nothing: transformers drops a dimension that is not there, mask.squeeze(0)."""
+    return view_or_cast(node) and same_shape(shape_of(node), shape_of(source))
 
 
 def _is_truth(node: Node) -> bool:
@@ -140,6 +154,6 @@ def feeds_where(mask: Node) -> bool:
         for user in node.users:
             if is_op(user, *_WHERE, "nonzero"):
                 return True
-            if _is_truth(user) or is_cast(user):
+            if _is_truth(user) or is_cast(user) or _is_same(user, node):
                 pending.append(user)
     return False

@@ -249,7 +249,7 @@ _RULES: dict[str, Callable[[Any, Case], bool]] = {
     # Autocast rounds tokens that were weighted in fp32: refused by design, unless each has one expert.
     "weight_at": lambda v, c: v == "output"
     or (v == "input" and c.dtype != "autocast" and c.formulation in ("dense", *SORTED, *LOOPS))
-    or (v == "middle" and not c.bias and c.formulation in (*SORTED, *LOOPS)),
+    or (v == "middle" and not c.bias),
     "pick": lambda v, c: _few(v, "index", c.formulation != "dense" and c.formulation != "einsum"),
     "repeat": lambda v, c: _few(v, "interleave", c.formulation == "batched"),
     "product": lambda v, c: (

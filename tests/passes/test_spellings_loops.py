@@ -1,0 +1,249 @@
+"""Loops, gathered and dense blocks, each in several spellings x dtype x grad mode x static or symbolic T.
+
+Every case must give one match, float64 accuracy of outputs and gradients, None and zero gradients where eager has them,
+recorded metadata that the operators do compute, and pass lists that find nothing to do the second time. The fast cases
+take two of the eight ways to run a spelling, and all eight for a formulation; the others are marked slow.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_compiler import compilation, pipeline
+from moe_compiler.backend import last_reports
+from moe_compiler.graph_pass import Context, fake_mode_of_graph
+from moe_compiler.report import Report
+from moe_compiler.testing import run_passes
+from tests.passes import spellings
+from tests.passes.numerics import SLACK, _Choices, _Double, compile_eager
+from tests.passes.spellings import Block, E, H, I, K, Spelling, choose
+
+CAPTURE = ("canonicalize", "find_moe", "raise_moe")
+
+
+def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(gate, up), counted from the end."""
+    parts = rows.chunk(2, dim=-1)
+    return parts[-2], parts[-1]
+
+
+def batched_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
+    flat = ids.reshape(-1)
+    gate, up = halves(torch.bmm(b.gate_up[flat], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1))
+    act = F.silu(gate) * up * weights.reshape(-1, 1)
+    return torch.bmm(b.down[flat], act.unsqueeze(-1)).view(-1, K, H).sum(1)
+
+
+def einsum_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
+    gate, up = halves(torch.einsum("th,tkhi->tki", x, b.gate_up_t[ids]))
+    return torch.einsum("tki,tkih->tkh", weights[..., None] * (up * F.silu(gate)), b.down_t[ids]).sum(1)
+
+
+def dense_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Scores by a comparison with all experts, on the activations."""
+    weights, ids = choose(x, logits)
+    chosen = ids[..., None] == torch.arange(E, device=x.device)
+    scores = (chosen.to(x.dtype) * weights[..., None]).sum(dim=1)
+    gate, up = halves(torch.matmul(x.expand(E, -1, -1), b.gate_up_t))
+    return torch.bmm(F.silu(gate) * up * scores.t()[..., None], b.down_t).sum(0)
+
+
+def one_hot_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The weight in front of the down projection, and a squeeze that drops nothing (transformers 5)."""
+    weights, ids = choose(x, logits)
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids, E).permute(2, 1, 0)
+    for e in range(E):
+        choice, token = torch.where(masks[e].squeeze(0))
+        gate, up = halves(x[token] @ b.gate_up_t[e])
+        rows = (F.silu(gate) * up * weights[token, choice, None]) @ b.down_t[e]
+        result = result.index_add(0, token, rows)
+    return result
+
+
+def one_hot_compared(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """All masks at once, by a comparison."""
+    weights, ids = choose(x, logits)
+    result = torch.zeros_like(x)
+    masks = (ids.unsqueeze(-1) == torch.arange(E, device=x.device)).permute(2, 0, 1)
+    for e, expert in enumerate(b.experts):
+        token, choice = masks[e].nonzero(as_tuple=True)
+        result.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+    return result
+
+
+def where_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = choose(x, logits)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        token, choice = torch.where(ids == e)
+        act = weights[token, choice].unsqueeze(1) * (F.silu(expert.w1(x[token])) * expert.w3(x[token]))
+        result[token] += expert.w2(act)
+    return result
+
+
+def where_columns(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """nonzero as a matrix whose columns are selected; packed weights; rows gathered and scattered by element."""
+    weights, ids = choose(x, logits)
+    result = torch.zeros_like(x)
+    for e in range(E):
+        pairs = (ids == e).nonzero()
+        token, choice = pairs[:, 0], pairs[:, 1]
+        rows = torch.gather(x, 0, token[:, None].expand(-1, H))
+        gate, up = F.linear(rows, b.gate_up[e]).split(I, dim=-1)
+        rows = F.linear(F.silu(gate) * up, b.down[e]) * weights[token, choice, None]
+        result = result.scatter_add(0, token[:, None].expand(-1, H), rows)
+    return result
+
+
+def _of(name: str, *keys: str) -> dict[str, Spelling]:
+    return {key: spellings.SPELLINGS[name][key] for key in keys}
+
+
+SPELLINGS: dict[str, dict[str, Spelling]] = {
+    "batched_mm": {"inside": batched_inside, **_of("batched_mm", "transposed", "einsum", "scattered")},
+    "gather_einsum": {"inside": einsum_inside, **_of("gather_einsum", "bmm_sum", "matmul", "transposed")},
+    "dense_bmm": {"inside": dense_inside, **_of("dense_bmm", "softmax_output", "scattered_weights", "broadcast_input")},
+    "one_hot_loop": {
+        "inside": one_hot_inside,
+        "compared": one_hot_compared,
+        **_of("one_hot_loop", "packed", "weighted_input"),
+    },
+    "where_loop": {"inside": where_inside, "columns": where_columns, **_of("where_loop", "index_add", "unbound")},
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a spelling is run."""
+
+    dtype: torch.dtype
+    training: bool
+    dynamic: bool
+
+    def __str__(self) -> str:
+        words = str(self.dtype)[6:], "training" if self.training else "inference", "dynamic" if self.dynamic else ""
+        return "-".join(filter(None, words))
+
+
+WAYS = [
+    Way(dtype, training, dynamic)
+    for dtype in (torch.float32, torch.bfloat16)
+    for training in (False, True)
+    for dynamic in (False, True)
+]
+CASES = [
+    pytest.param(
+        name, key, way, id=f"{name}-{key}-{way}", marks=() if (place + at) % 4 == 0 else pytest.mark.slow
+    )
+    for name, written in SPELLINGS.items()
+    for at, key in enumerate(written)
+    for place, way in enumerate(WAYS)
+]  # fmt: skip
+
+
+def twice(module: torch.fx.GraphModule, phase: str, context: Context) -> int:
+    """The passes of a phase, and once more on what they left: they must find nothing to do."""
+    total = pipeline.run_phase(module, phase, context)
+    text = str(module.graph)
+    again = Context(context.options, phase, Report(frame="again", status="unchanged"))
+    assert pipeline.run_phase(module, phase, again) == 0 and str(module.graph) == text
+    return total
+
+
+Results = tuple[Tensor, list[Tensor | None]]
+
+
+def run(model: object, parameters: list[Tensor], x: Tensor, tangent: Tensor, way: Way) -> Results:
+    """The output, and the gradients of x and the parameters in training."""
+    x = x.detach().requires_grad_(way.training)
+    with torch.set_grad_enabled(way.training):
+        y = model(x)  # type: ignore[operator]
+    if not way.training:
+        return y, []
+    return y.detach(), list(torch.autograd.grad(y, [x, *parameters], tangent.to(y.dtype), allow_unused=True))
+
+
+# Squared norms of our error, eager's, and the reference, by what was computed: experts of a list count as one, since
+# the error of few numbers is up to chance.
+Sums = dict[str, list[float]]
+
+
+def check(module: Block, compiled: object, count: int, way: Way, sums: Sums) -> None:
+    """Add the errors of one run to `sums`; gradients must be None and zero where eager's are."""
+    x, tangent = torch.randn(count, H, dtype=way.dtype), torch.randn(count, H, dtype=torch.float64)
+    with torch.no_grad(), _Choices() as choices:
+        module(x)
+    plain, plain_grads = run(module, list(module.parameters()), x, tangent, way)
+    mine, grads = run(compiled, list(module.parameters()), x, tangent, way)
+    double = copy.deepcopy(module).double()
+    with _Double(choices.ids):
+        exact, exact_grads = run(double, list(double.parameters()), x.double(), tangent, way)
+    assert [g is None for g in grads] == [g is None for g in plain_grads]
+    names = ["y", "x", *(re.sub(r"\d+", "#", name) for name, _ in module.named_parameters())][: 1 + len(grads)]
+    results = [(mine, plain, exact), *zip(grads, plain_grads, exact_grads, strict=True)]
+    for name, (ours, eager, reference) in zip(names, results, strict=True):
+        if ours is None or eager is None or reference is None:
+            continue
+        assert (ours.dtype, ours.shape) == (eager.dtype, eager.shape)
+        errors = (ours.double() - reference).norm(), (eager.double() - reference).norm(), reference.norm()
+        total = sums.setdefault(name, [0.0, 0.0, 0.0])
+        for index, norm in enumerate(errors):
+            total[index] += float(norm) ** 2
+        if name not in ("y", "x") and eager.numel():  # what no token chose stays zero
+            rows = (eager.reshape(eager.shape[0], -1) == 0).all(-1)
+            assert not ours[rows].count_nonzero(), f"{name} is not zero where eager's is"
+
+
+@pytest.mark.parametrize(("name", "key", "way"), CASES)
+def test_a_spelling_is_one_block_and_right(name: str, key: str, way: Way) -> None:
+    module = Block(SPELLINGS[name][key], way.dtype).train(way.training)
+    compiled = compile_eager(module, dynamic=True if way.dynamic else None)
+    before = last_reports()
+    sums: Sums = {}
+    with mock.patch.object(compilation, "run_phase", twice):
+        for count in (6, 37, 2) if way.dynamic else (19,):
+            check(module, compiled, count, way, sums)
+    for what, squares in sums.items():
+        error, own, norm = (value**0.5 for value in squares)
+        bound = 1.5 * own + SLACK[way.dtype] * norm + 1e-12
+        assert error <= bound, f"{what}: error {error:.2e}, eager's own {own:.2e}, norm {norm:.2e}"
+    reports = [report for report in last_reports() if not any(report is old for old in before)]
+    assert reports and not any(report.errors for report in reports)
+    for report in reports:
+        assert [match.formulation for match in report.matches] == [name], report.misses
+        assert not report.matches[0].left_alone and not report.misses
+        assert report.matches[0].sizes["T"].isdigit() != way.dynamic
+
+
+def described(value: object) -> object:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(described, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, written in SPELLINGS.items() for key in written])
+def test_recorded_metadata_is_what_the_operators_compute(name: str, key: str, dynamic: bool | None) -> None:
+    after, report = run_passes(Block(SPELLINGS[name][key]), CAPTURE, torch.randn(5, H), dynamic=dynamic)
+    assert [match.formulation for match in report.matches] == [name]
+    mode = fake_mode_of_graph(after.graph)
+    assert mode is not None
+    for node in after.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with mode, torch.no_grad():
+            assert described(node.target(*args, **kwargs)) == described(node.meta["val"]), node.format_node()
