@@ -234,10 +234,12 @@ def match_activation(node: Node, *, weighted: bool = False) -> Activation:
             "write the activation without inplace=True",
         )
     found = [_function(operand) for operand in operands]
+    cap = _soft_cap(operands) if found == [None, None] else None
+    capped = "" if cap is None else ", but a soft cap (tanh) on the way"
     require(
         (found[0] is None) != (found[1] is None),
-        "not one activated operand times one plain one",
-        node,
+        f"not one activated operand times one plain one{capped}",
+        node if cap is None else cap,
         "supported: silu, gelu, gelu(tanh), relu, relu squared, gate * sigmoid(alpha * gate); gate * up",
     )
     which = 0 if found[0] is not None else 1
@@ -249,6 +251,18 @@ def match_activation(node: Node, *, weighted: bool = False) -> Activation:
     require(same_shape(shape_of(operands[0]), shape_of(operands[1])), "gate and up are broadcast", node)
     rule = ActivationRule(name, alpha, limit, shift + more)
     return Activation(rule.text, gate, up, _packing(gate, up, node), weight)
+
+
+def _soft_cap(operands: list[Node], depth: int = 4) -> Node | None:
+    """A tanh few operators behind the operands (Inkling 2 caps gate and up by it)."""
+    level = operands
+    for _ in range(depth):
+        level = [strip_views_casts(node) for node in level]
+        found = next((node for node in level if is_op(node, "tanh")), None)
+        if found is not None:
+            return found
+        level = [source for node in level if is_op(node, "mul", "div") for source in node.all_input_nodes]
+    return None
 
 
 def _product(node: Node) -> tuple[list[Node], float]:

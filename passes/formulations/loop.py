@@ -43,7 +43,7 @@ from moe_compiler.passes.formulations.walk import (
     view_or_cast,
 )
 
-__all__ = ["accumulate", "compute", "finish", "weigh"]
+__all__ = ["accumulate", "compute", "finish", "part", "weigh"]
 
 _ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_")
 
@@ -65,17 +65,19 @@ def accumulate(b: Bindings) -> None:
     read = {strip_views(node.args[0]) for node in by_node}
     last = [node for node in by_node if node not in read]
     require(len(last) == 1, f"the experts' additions form {len(last)} chains instead of one", b.anchor)
-    node, length = last[0], 0
+    node = last[0]
+    order: list[Pick] = []
     while node in by_node:
         base = node.args[0]
         require(isinstance(base, Node) and dtype_of(base) == dtype_of(node), "the result changes its dtype", node)
-        node, length = strip_views(base), length + 1
-    require(length == len(by_node), "the experts' additions form more than one chain", b.anchor)
+        order.insert(0, by_node[node])
+        node = strip_views(base)
+    require(len(order) == len(by_node), "the experts' additions form more than one chain", b.anchor)
     require(is_zeros(node), f"the experts' rows are added to {op_name(node)}, not to zeros", node)
     shape = shape_of(last[0])
     rank2 = len(shape) == 2 and same_shape(shape_of(node), shape)
     require(rank2, "the experts' rows are not added to a [T, H] matrix", node)
-    b.bind(output=trailing_cast(last[0]))
+    b.bind(output=trailing_cast(last[0]), order=order)
 
 
 def _check_place(b: Bindings, pick: Pick) -> None:
@@ -153,6 +155,32 @@ def weigh(b: Bindings) -> None:
         b.bind(weights=_only(list(weights), "experts use different routing weights", b.anchor), weight_at="output")
     else:
         b.bind(weights=None, weight_at="input")
+
+
+def part(b: Bindings) -> None:
+    """Experts that give their tokens back as they are (LongCat) come last: the block ends ahead of them.
+
+    They stay in the graph as they were written. Their ids are beyond the experts of the block, which gives those
+    choices nothing.
+    """
+    plain = [pick.expert for pick in b.picks if _is_identity(pick)]
+    if not plain:
+        return
+    count = len(b.picks) - len(plain)
+    hint = "number the experts without weights behind the others, and add their tokens last"
+    require(count > 0, "no expert has weights", b.anchor)
+    require(plain == list(range(count, len(b.picks))), f"expert {plain[0]} has no weights", b.anchor, hint)
+    weighed = b.order[:count]
+    late = next((pick for pick in weighed if pick.expert >= count), None)
+    require(late is None, f"expert {plain[0]}, which has no weights, adds its tokens before others", b.anchor, hint)
+    b.bind(picks=b.picks[:count], experts=count, output=weighed[-1].adds)
+
+
+def _is_identity(pick: Pick) -> bool:
+    """Are an expert's rows the tokens that it picked?"""
+    assert pick.rows is not None
+    rows = strip_views_casts(pick.rows)
+    return is_op(rows, "index", "index_select", "gather") and _is_token(pick, _gathered(pick, rows)[1])
 
 
 def _only(nodes: list[Node], reason: str, where: Node) -> Node:
@@ -284,23 +312,22 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
         weight, value = _weighted(b, pick, rows)
         check_weighted_input(value, dtype_of(product.node), int(shape_of(b.ids)[-1]))
         rows = strip_views_casts(value)
-    tokens = elements_of(shape_of(b.ids)[:-1])
+    source, index = _gathered(pick, rows)
+    require(_is_token(pick, index), f"expert {pick.expert} reads other tokens than it picked", rows)
+    return token_rows(source, elements_of(shape_of(b.ids)[:-1]), rows), weight
+
+
+def _gathered(pick: Pick, rows: Node) -> tuple[Node, Node]:
+    """(x, index) of rows x[index], or of x[None, index], a gather along the second dimension of a [1, T, H] view."""
     gathered = rows_at(rows)
     if gathered is not None:
-        picked = _is_token(pick, gathered[1])
-    else:
-        require(
-            is_op(rows, "index"),
-            f"the rows of expert {pick.expert} come from {op_name(rows)}, not from a gather of its tokens",
-            rows,
-        )
-        # x[None, t] gathers along the second dimension of a [1, T, H] view.
-        indices = list(rows.args[1])
-        lead = shape_of(rows.args[0])[: len(indices) - 1]
-        skipped = all(item is None for item in indices[:-1]) and all(size == 1 for size in lead)
-        picked = skipped and _is_token(pick, indices[-1])
-    require(picked, f"expert {pick.expert} reads other tokens than it picked", rows)
-    return token_rows(rows.args[0], tokens, rows), weight
+        return gathered
+    reason = f"the rows of expert {pick.expert} come from {op_name(rows)}, not from a gather of its tokens"
+    require(is_op(rows, "index"), reason, rows)
+    *lead, index = rows.args[1]  # type: ignore[misc]
+    skipped = all(item is None for item in lead) and all(size == 1 for size in shape_of(rows.args[0])[: len(lead)])  # type: ignore[arg-type]
+    require(skipped and isinstance(index, Node), reason, rows)
+    return rows.args[0], index  # type: ignore[return-value]
 
 
 def finish(b: Bindings, formulation: str) -> Match:

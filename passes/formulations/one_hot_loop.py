@@ -108,7 +108,7 @@ ONE_HOT_LOOP = Formulation(
     name="one_hot_loop",
     summary="a loop over the experts with one-hot masks and index_add (transformers 4 OLMoE)",
     anchors=anchors,
-    steps=(masks, loop.accumulate, loop.weigh, loop.compute),
+    steps=(masks, loop.accumulate, loop.weigh, loop.part, loop.compute),
     finish=finish,
     example=example,
 )

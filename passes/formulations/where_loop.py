@@ -93,7 +93,7 @@ WHERE_LOOP = Formulation(
     name="where_loop",
     summary="a loop over the experts that compares the ids and adds rows by index (Mistral's reference)",
     anchors=anchors,
-    steps=(comparisons, loop.accumulate, loop.weigh, loop.compute),
+    steps=(comparisons, loop.accumulate, loop.weigh, loop.part, loop.compute),
     finish=finish,
     example=example,
 )

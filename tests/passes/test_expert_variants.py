@@ -282,6 +282,7 @@ ACTIVATION_MISSES = {
     "the same half": lambda g, u: F.silu(g) * g,
     "not an activation": lambda g, u: F.silu(g) * u + u,
     "not one activated operand": lambda g, u: g * torch.sigmoid(u * 1.702) * u,
+    "but a soft cap (tanh) on the way": lambda g, u: torch.tanh(g / 7) * 7 * torch.sigmoid(g) * (torch.tanh(u / 7) * 7),
     "a number minus or times up": lambda g, u: F.silu(g) * torch.add(u, 1.0, alpha=2.0),
 }
 

@@ -247,3 +247,41 @@ def test_recorded_metadata_is_what_the_operators_compute(name: str, key: str, dy
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with mode, torch.no_grad():
             assert described(node.target(*args, **kwargs)) == described(node.meta["val"]), node.format_node()
+
+
+def with_identities(order: tuple[int, ...]) -> Spelling:
+    """LongCat: a one-hot encoding over E + 2 experts, of which the last two give their tokens back as they are."""
+
+    def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        logits = torch.cat([logits, logits[:, :1] * 0.7, logits[:, 1:2] * 1.3], dim=-1)
+        weights, ids = choose(x, logits)
+        result = torch.zeros_like(x)
+        masks = F.one_hot(ids, E + 2).permute(2, 1, 0)
+        for e in order:
+            choice, token = torch.where(masks[e].squeeze(0))
+            rows = x[token] if e >= E else b.experts[e](x[token])
+            result.index_add_(0, token, rows * weights[token, choice, None])
+        return result
+
+    return spelling
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[3], WAYS[6]], ids=str)
+def test_experts_without_weights_stay_behind_the_block(way: Way) -> None:
+    module = Block(with_identities(tuple(range(E + 2))), way.dtype)
+    compiled, sums = compile_eager(module, dynamic=True if way.dynamic else None), {}
+    with mock.patch.object(compilation, "run_phase", twice):
+        check(module, compiled, 37, way, sums)
+    for error, own, norm in ((value**0.5 for value in squares) for squares in sums.values()):
+        assert error <= 1.5 * own + SLACK[way.dtype] * norm + 1e-12
+    (match,) = last_reports()[-1].matches
+    assert (match.formulation, match.sizes["E"]) == ("one_hot_loop", str(E))
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [((4, 0, 1, 2, 3, 5), "adds its tokens before others"), ((0, 1, 2, 4, 5), "expert 3 of 6 never picks")],
+)
+def test_experts_without_weights_elsewhere_are_refused(order: tuple[int, ...], words: str) -> None:
+    _, report = run_passes(Block(with_identities(order)), CAPTURE, torch.randn(5, H))
+    assert not report.matches and words in report.misses[0].reason
