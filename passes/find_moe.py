@@ -28,6 +28,7 @@ from moe_compiler.passes.formulations.router import Router, match_router
 from moe_compiler.passes.formulations.router_start import match_start
 from moe_compiler.passes.formulations.selection import chooses_scores, chosen_ids, explain_selection, leads_to
 from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of
+from moe_compiler.passes.formulations.wide_biases import added_roundings
 from moe_compiler.report import MissRecord
 
 __all__ = ["find_moe"]
@@ -384,11 +385,16 @@ def find_moe(graph: Graph, context: Context) -> int:
                     _check_closed(result.match, inside, order)
                     _check_region(inside, result.match.output, region, "the block")
                     _check_rounding(result.match, inside)
+                    roundings = added_roundings(result.match, sorted(inside, key=order.__getitem__), _is_matmul)
+                    if roundings and context.options.numerics == "strict":
+                        raise roundings[0]
                     _check_not_mutated(result.match, inside, writes)
                 except Miss as miss:
                     result.step, result.miss = "closed", miss
                 else:
                     result.match.inner = inside
+                    told = [f"numerics fast: {miss.reason}, at {user_line(miss.node)}" for miss in roundings]
+                    context.report.notes += [note for note in told if note not in context.report.notes]
                     _bind_router(result.match, writes, region)
                     _sizes(result.match)
                     context.matches.append(result.match)

@@ -15,7 +15,6 @@ from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import ExpertsSpec, Match, Miss
 from moe_compiler.passes.formulations.activation import Activation
-from moe_compiler.passes.formulations.bias import check_wide_result
 from moe_compiler.passes.formulations.walk import elements_of, is_cast, require, same_size, shape_of
 
 __all__ = [
@@ -128,7 +127,6 @@ def experts_spec(activation: Activation, matmul: Node, output: Node, weight_at: 
     for half in (activation.gate, activation.up):
         own = compute if half is None else half.source.meta["val"].dtype
         require(own == compute, f"gate and up compute in {own}, down in {compute}", matmul)
-    check_wide_result(matmul, output)
     return ExpertsSpec(
         activation=activation.name,
         gated=activation.up is not None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import op_name
@@ -32,7 +31,7 @@ from moe_compiler.passes.formulations.walk import (
     view_or_cast,
 )
 
-__all__ = ["behind_bias", "check_wide_result", "gathered_bias", "split_bias", "split_biases", "vector_bias"]
+__all__ = ["behind_bias", "gathered_bias", "split_bias", "split_biases", "vector_bias"]
 
 Test = Callable[[Node], bool]
 
@@ -53,7 +52,8 @@ def split_bias(
             product = strip(value, through)
             if is_product(product):
                 require(arg(node, "alpha") == 1, f"the {what} bias is scaled (alpha)", node)
-                _check_dtype(node, product, other, what)
+                wide = contains(dtype_of(node), dtype_of(product))
+                require(wide, f"the {what} bias is added in {dtype_of(node)}, not in {dtype_of(product)}", node)
                 whole = same_size(elements_of(shape_of(node)), elements_of(shape_of(product)))
                 require(whole, f"what is added to the {what} projection repeats it", node)
                 node, bias = product, other
@@ -63,48 +63,6 @@ def split_bias(
         require(bias is None, f"the {what} projection has two biases", node)
         bias = found.bias
     return node, bias
-
-
-def _check_dtype(total: Node, product: Node, bias: Node, what: str) -> None:
-    """The sum has the product's dtype, or is wider while the bias is not.
-
-    Our operators hold the bias in the product's dtype, add it in fp32 and round the sum: where the source rounds the
-    product and adds after that, one rounding moves over an addition. A bias that has to be rounded would be one more.
-    """
-    own, wide = dtype_of(product), dtype_of(total)
-    require(
-        own == wide or (contains(wide, own) and _fits(bias, own)),
-        f"the {what} bias is added in {wide}, not in {own}",
-        total,
-        f"keep the biases in {own}, or give them to the linear layer itself: a rewritten block holds them in {own}",
-    )
-
-
-def _fits(bias: Node, dtype: torch.dtype) -> bool:
-    """Does `dtype` hold the numbers of a bias, which may be widened, viewed and gathered ones of such a dtype?"""
-    while not contains(dtype, dtype_of(bias)):
-        moves = view_or_cast(bias) or is_op(bias, "index", "index_select", "expand", "expand_as", "select")
-        if not moves or not isinstance(bias.args[0], Node):
-            return False
-        bias = bias.args[0]
-    return True
-
-
-def check_wide_result(product: Node, output: Node) -> None:
-    """A bias that is added to the down projection in a wider dtype must not reach a result that keeps that dtype.
-
-    The source does not round the sum then; our operator does, to the dtype of the product.
-    """
-    own = dtype_of(product)
-    if contains(own, dtype_of(output)):
-        return
-    for total in users_through(product, view_or_cast):
-        require(
-            not is_op(total, "add", "add_") or dtype_of(total) == own,
-            f"the down bias is added in {dtype_of(total)} to a result in {dtype_of(output)}, not in {own}",
-            total,
-            f"cast the experts' result to {own}, or give the bias to the linear layer itself",
-        )
 
 
 def split_biases(

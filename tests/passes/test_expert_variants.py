@@ -386,7 +386,23 @@ def test_biases_that_are_added_in_a_wider_dtype(run):
 def test_biases_that_would_be_rounded_are_refused(run):
     x = torch.randn(9, H).bfloat16()
     assert "bias is added in torch.float32, not in torch.bfloat16" in reason(Widened(run, exact=False), x)
-    assert "to a result in torch.float32, not in torch.bfloat16" in reason(Widened(run, keeps=True), x)
+    assert (
+        "the down bias is added in torch.float32, not in torch.bfloat16, and the result keeps torch.float32"
+        in reason(Widened(run, keeps=True), x)
+    )
+
+
+@pytest.mark.parametrize("run", ["gathered", "dense", "loop"])
+def test_biases_are_rounded_where_numerics_may_be_fast(run):
+    module, x = Widened(run, exact=False, keeps=True), torch.randn(33, H).bfloat16()
+    report = raised_agrees(module, x, compiled=compile_eager(module, numerics="fast"), slack=4e-3)
+    assert [match.formulation for match in report.matches] == [FORMULATION[run]], report.misses
+    told = [note for note in report.notes if note.startswith("numerics fast")]
+    assert [words for note in told for words in ("gate and up", "down") if f"the {words} bias" in note] == [
+        "gate and up",
+        "down",
+    ]
+    assert all("test_expert_variants.py" in note for note in told)
 
 
 class Flat(nn.Module):

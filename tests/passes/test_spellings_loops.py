@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_compiler import compilation, pipeline
+from moe_compiler import compilation
 from moe_compiler.backend import last_reports
-from moe_compiler.graph_pass import Context, fake_mode_of_graph
-from moe_compiler.report import Report
+from moe_compiler.graph_pass import fake_mode_of_graph
 from moe_compiler.testing import run_passes
 from tests.passes import spellings
 from tests.passes.numerics import SLACK, _Choices, _Double, compile_eager
 from tests.passes.spellings import Block, E, H, I, K, Spelling, choose
+from tests.properties.check import run_phase_twice
 
 CAPTURE = ("canonicalize", "find_moe", "raise_moe")
 
@@ -152,15 +152,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def twice(module: torch.fx.GraphModule, phase: str, context: Context) -> int:
-    """The passes of a phase, and once more on what they left: they must find nothing to do."""
-    total = pipeline.run_phase(module, phase, context)
-    text = str(module.graph)
-    again = Context(context.options, phase, Report(frame="again", status="unchanged"))
-    assert pipeline.run_phase(module, phase, again) == 0 and str(module.graph) == text
-    return total
-
-
 Results = tuple[Tensor, list[Tensor | None]]
 
 
@@ -211,7 +202,7 @@ def test_a_spelling_is_one_block_and_right(name: str, key: str, way: Way) -> Non
     compiled = compile_eager(module, dynamic=True if way.dynamic else None)
     before = last_reports()
     sums: Sums = {}
-    with mock.patch.object(compilation, "run_phase", twice):
+    with mock.patch.object(compilation, "run_phase", run_phase_twice):
         for count in (6, 37, 2) if way.dynamic else (19,):
             check(module, compiled, count, way, sums)
     for what, squares in sums.items():
@@ -270,7 +261,7 @@ def with_identities(order: tuple[int, ...]) -> Spelling:
 def test_experts_without_weights_stay_behind_the_block(way: Way) -> None:
     module = Block(with_identities(tuple(range(E + 2))), way.dtype)
     compiled, sums = compile_eager(module, dynamic=True if way.dynamic else None), {}
-    with mock.patch.object(compilation, "run_phase", twice):
+    with mock.patch.object(compilation, "run_phase", run_phase_twice):
         check(module, compiled, 37, way, sums)
     for error, own, norm in ((value**0.5 for value in squares) for squares in sums.values()):
         assert error <= 1.5 * own + SLACK[way.dtype] * norm + 1e-12
