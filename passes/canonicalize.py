@@ -27,7 +27,7 @@ __all__ = ["canonicalize"]
 _aten = torch.ops.aten
 _END = 2**63 - 1
 _DROPOUTS = (_aten.dropout, _aten.feature_dropout, _aten.alpha_dropout, _aten.feature_alpha_dropout)
-_SAME_SHAPE_NO_OPS = (_aten.reshape, _aten.view)
+_SAME_SHAPE_NO_OPS = (_aten.reshape, _aten.view, _aten.expand)
 
 
 def _private(node: Node, base: Node, order: dict[Node, int]) -> bool:

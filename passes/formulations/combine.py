@@ -162,7 +162,7 @@ def squeezed(node: Node) -> Node:
 
 def match_sum_over_k(node: Node, rows: Node, tokens: object, k: int) -> Node:
     """`node` must be sum(view(rows, [T, k, H]), 1), or zeros with the rows added at p // k; returns it."""
-    if is_op(node, "index_add", "index_add_", "scatter_add", "scatter_add_"):
+    if is_op(node, "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_"):
         _match_added(node, rows, tokens, k)
         return node
     require(is_op(node, "sum"), f"the pairs are consumed by {op_name(node)}, not summed over k", node)
@@ -180,12 +180,18 @@ def match_sum_over_k(node: Node, rows: Node, tokens: object, k: int) -> Node:
 
 def _match_added(node: Node, rows: Node, tokens: object, k: int) -> None:
     """`node` must add the rows of all pairs, in pair order, to zeros [T, H] at the pairs' tokens."""
-    base, dim, index, values = node.args[:4]
+    if is_op(node, "index_put", "index_put_"):
+        base, indices, values = node.args[:3]
+        require(len(indices) == 1 and isinstance(indices[0], Node), "the rows are added at several indices", node)
+        require(arg(node, "accumulate"), "the rows are written and not added", node)
+        dim, index = 0, indices[0]
+    else:
+        base, dim, index, values = node.args[:4]
     require(is_zeros(base), "the rows are added to something else than zeros", node)
     require(dim == 0 and strip_views_casts(values) is rows, "other rows are added, or along another dimension", node)
     if is_op(node, "index_add", "index_add_"):
         require(arg(node, "alpha") == 1, "the combine scales the rows (alpha)", node)
-    else:
+    elif is_op(node, "scatter_add", "scatter_add_"):
         whole = is_op(index, "expand", "expand_as") and shape_of(index.args[0])[1:] == (1,)
         require(whole, "the rows are added element by element, at other places than one a row", node)
         index = index.args[0]

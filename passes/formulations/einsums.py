@@ -1,4 +1,4 @@
-"""Einsums over gathered weights that torch.export has written out, as einsums again.
+"""Einsums over expert weights that torch.export has written out, as einsums again.
 
     bmm(view(permute(a)), view(permute(b))) -> view -> permute -> view         einsum("th,tkih->tki", x, W[ids])
 
@@ -171,9 +171,11 @@ def _equation(states: list[_End]) -> str:
     return f"{left},{right}->{out}"
 
 
-def _gathers_matrices(node: Node) -> bool:
-    """A gather along the first dimension of a tensor of matrices."""
+def _holds_matrices(node: Node) -> bool:
+    """A tensor of matrices that the graph is given, or a gather along its first dimension."""
     node = strip_casts(node)
+    if node.op in ("placeholder", "get_attr"):
+        return len(shape_of(node)) == 3
     if not is_op(node, "index", "index_select") or len(shape_of(node.args[0])) != 3:  # type: ignore[arg-type]
         return False
     return arg(node, "dim") == 0 if is_op(node, "index_select") else len(node.args[1]) == 1  # type: ignore[arg-type]
@@ -183,7 +185,7 @@ def _read(product: Node, restored: set[Node]) -> list[_End] | None:
     """(left, right, result) of a batched product that an einsum was written out as; None for another."""
     operands = product.args[:2]
     sources = [strip(operand, _is_moved) for operand in operands]  # type: ignore[arg-type]
-    expert = [_gathers_matrices(source) or source in restored for source in sources]
+    expert = [_holds_matrices(source) or source in restored for source in sources]
     shapes = [shape_of(operand) for operand in operands]  # type: ignore[arg-type]
     if not any(expert) or any(size == 0 for shape in shapes for size in shape):
         return None
@@ -216,7 +218,7 @@ def _erase(node: Node, until: set[Node]) -> None:
 
 
 def restore_einsums(graph: Graph) -> int:
-    """Write batched products with gathered expert weights as the einsums that they were; returns how many."""
+    """Write batched products with expert weights as the einsums that they were; returns how many."""
     count = 0
     restored: set[Node] = set()
     for product in list(graph.find_nodes(op="call_function", target=ops.aten.bmm.default)):

@@ -276,3 +276,33 @@ def test_experts_without_weights_stay_behind_the_block(way: Way) -> None:
 def test_experts_without_weights_elsewhere_are_refused(order: tuple[int, ...], words: str) -> None:
     _, report = run_passes(Block(with_identities(order)), CAPTURE, torch.randn(5, H))
     assert not report.matches and words in report.misses[0].reason
+
+
+GATHERED = ("batched_mm", "gather_einsum", "dense_bmm")
+EXPORTED = [
+    ("batched_mm", "transposed"),
+    ("batched_mm", "added"),
+    ("gather_einsum", "matmul"),
+    ("gather_einsum", "transposed"),
+    ("dense_bmm", "scattered_weights"),
+]
+PROGRAMS = [(name, key) for name in GATHERED for key in {**spellings.SPELLINGS[name], **SPELLINGS[name]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [pytest.param(*case, marks=() if case in EXPORTED else pytest.mark.slow) for case in PROGRAMS],
+)
+def test_a_spelling_is_found_in_a_decomposed_program(name: str, key: str) -> None:
+    """torch.export writes products and einsums out as views, permutations and one bmm each."""
+    module = Block({**spellings.SPELLINGS[name], **SPELLINGS[name]}[key])
+    sizes = [{0: torch.export.Dim("tokens", min=2, max=4096)}]
+    program = torch.export.export(module, (torch.randn(9, H),), dynamic_shapes=sizes).run_decompositions()
+    compiled = compile_eager(program.module(), dynamic=True)
+    with mock.patch.object(compilation, "run_phase", run_phase_twice), torch.no_grad():
+        for count in (9, 40):
+            x = torch.randn(count, H)
+            torch.testing.assert_close(compiled(x), module(x))
+    (match,) = last_reports()[-1].matches
+    # Written out, a product of [T, K, ..] is one of [T * K, ..].
+    assert match.formulation in (name, "batched_mm" if name == "gather_einsum" else name)
