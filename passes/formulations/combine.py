@@ -180,13 +180,12 @@ def match_sum_over_k(node: Node, rows: Node, tokens: object, k: int) -> Node:
 
 def _match_added(node: Node, rows: Node, tokens: object, k: int) -> None:
     """`node` must add the rows of all pairs, in pair order, to zeros [T, H] at the pairs' tokens."""
+    base, dim, index, values = (*node.args[:4], None)[:4]
     if is_op(node, "index_put", "index_put_"):
-        base, indices, values = node.args[:3]
+        indices, values = node.args[1:3]
         require(len(indices) == 1 and isinstance(indices[0], Node), "the rows are added at several indices", node)
         require(arg(node, "accumulate"), "the rows are written and not added", node)
         dim, index = 0, indices[0]
-    else:
-        base, dim, index, values = node.args[:4]
     require(is_zeros(base), "the rows are added to something else than zeros", node)
     require(dim == 0 and strip_views_casts(values) is rows, "other rows are added, or along another dimension", node)
     if is_op(node, "index_add", "index_add_"):

@@ -22,6 +22,7 @@ from moe_compiler.passes.formulations.walk import (
     item_of,
     require,
     same_shape,
+    same_value,
     shape_of,
     strip,
     strip_casts,
@@ -130,7 +131,7 @@ def _choose_by_score(b: Bindings, scored: Node) -> None:
     require(topk is not None, "the scattered positions do not come from a top-k", source)
     assert topk is not None
     require(
-        item_of(strip(values, widens), 0, "topk") is topk,
+        same_value(item_of(strip(values, widens), 0, "topk"), topk),
         "the scattered values are not those of the same top-k",
         source,
     )

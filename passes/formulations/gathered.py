@@ -23,7 +23,7 @@ from moe_compiler.passes.formulations.base import (
 )
 from moe_compiler.passes.formulations.bias import behind_bias, gathered_bias, split_biases
 from moe_compiler.passes.formulations.contraction import Product, contraction, fed_by, match_product
-from moe_compiler.passes.formulations.pairs import match_ids, match_pair_rows, match_weights, token_rows
+from moe_compiler.passes.formulations.pairs import match_ids, match_pair_rows, match_weights, pairs_matrix, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
     elements_of,
@@ -225,7 +225,9 @@ def combine_pairs(b: Bindings) -> None:
         return
     if b.activation.weight is not None:
         combine.check_weighted_inside(b.activation.weight, b.down_bias)
-        weight, product = b.activation.weight, b.anchor
+        # A cast that rounds the weights for the product with the activation drops out: the sum has them as they were.
+        inside = pairs_matrix(b.activation.weight, b.tokens, b.k, view_or_cast)
+        weight, product = b.activation.weight if inside is None else inside, b.anchor
         output = combine.match_sum_over_k(combine.next_step(b.anchor, "the experts' rows"), b.anchor, b.tokens, b.k)
     else:
         weight, product, output = combine.match_weighted_sum(b.last, b.tokens, b.k)

@@ -312,21 +312,15 @@ def is_pair_index(node: Node, k: int) -> bool:
 def match_pair_rows(node: Node, tokens: sympy.Expr, k: int) -> Node:
     """The [T, H] tokens that `node` holds k times each in pair order; Miss when it holds something else."""
     rows = strip_views_casts(node)
-    if is_op(rows, "index", "index_select"):
-        if is_op(rows, "index"):
-            indices = rows.args[1]
-            require(len(indices) == 1, "the tokens are gathered by several indices", rows)
-            index = indices[0]
-        else:
-            require(arg(rows, "dim") == 0, "the gather is not along the tokens", rows)
-            index = rows.args[2]  # type: ignore[assignment]
-        match_pair_index(index, k)
-        source = rows.args[0]
-    else:
-        source = _doubled(rows, k)
-        if source is None and k == 1:
-            source = rows
-        require(source is not None, f"{op_name(rows)} does not bring the tokens into pair order", rows)
+    gathered = rows_at(rows)
+    if gathered is not None:
+        match_pair_index(gathered[1], k)
+        return token_rows(gathered[0], tokens, rows)
+    source = _doubled(rows, k)
+    if source is None and k == 1:
+        source = rows
+    require(source is not None, f"{op_name(rows)} does not bring the tokens into pair order", rows)
+    assert source is not None
     return token_rows(source, tokens, rows)
 
 
