@@ -43,6 +43,24 @@ def batched_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return torch.bmm(b.down[flat], act.unsqueeze(-1)).view(-1, K, H).sum(1)
 
 
+def batched_by_element(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Rows in pair order by gather, with an index for each element."""
+    weights, ids = choose(x, logits)
+    flat, token = ids.reshape(-1), torch.arange(x.shape[0] * K, device=x.device) // K
+    rows = torch.gather(x, 0, token[:, None].expand(-1, H)).unsqueeze(-1)
+    gate, up = halves(torch.bmm(b.gate_up[flat], rows).squeeze(-1))
+    rows = torch.bmm(b.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    return (rows * weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+
+def einsum_rounded_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Routing weights in fp32, rounded to the activation's dtype for their product with it."""
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=-1)
+    gate, up = halves(torch.einsum("th,tkhi->tki", x, b.gate_up_t[ids]))
+    act = F.silu(gate) * up * weights.unsqueeze(-1).to(x.dtype)
+    return torch.einsum("tki,tkih->tkh", act, b.down_t[ids]).sum(1)
+
+
 def einsum_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     weights, ids = choose(x, logits)
     gate, up = halves(torch.einsum("th,tkhi->tki", x, b.gate_up_t[ids]))
@@ -56,6 +74,14 @@ def dense_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     scores = (chosen.to(x.dtype) * weights[..., None]).sum(dim=1)
     gate, up = halves(torch.matmul(x.expand(E, -1, -1), b.gate_up_t))
     return torch.bmm(F.silu(gate) * up * scores.t()[..., None], b.down_t).sum(0)
+
+
+def dense_chosen_twice(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """One top-k for the ids and the same once more for the logits that are scattered."""
+    ids, values = torch.topk(logits, K, dim=-1)[1], torch.topk(logits, K, dim=-1)[0]
+    scores = torch.softmax(torch.full_like(logits, float("-inf")).scatter(1, ids, values), dim=-1)
+    gate, up = halves(torch.matmul(x.expand(E, -1, -1), b.gate_up_t))
+    return (torch.bmm(F.silu(gate) * up, b.down_t) * scores.t()[..., None]).sum(0)
 
 
 def one_hot_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
@@ -111,9 +137,21 @@ def _of(name: str, *keys: str) -> dict[str, Spelling]:
 
 
 SPELLINGS: dict[str, dict[str, Spelling]] = {
-    "batched_mm": {"inside": batched_inside, **_of("batched_mm", "transposed", "einsum", "scattered")},
-    "gather_einsum": {"inside": einsum_inside, **_of("gather_einsum", "bmm_sum", "matmul", "transposed")},
-    "dense_bmm": {"inside": dense_inside, **_of("dense_bmm", "softmax_output", "scattered_weights", "broadcast_input")},
+    "batched_mm": {
+        "inside": batched_inside,
+        "by_element": batched_by_element,
+        **_of("batched_mm", "transposed", "einsum", "scattered"),
+    },
+    "gather_einsum": {
+        "inside": einsum_inside,
+        "rounded_inside": einsum_rounded_inside,
+        **_of("gather_einsum", "bmm_sum", "matmul", "transposed"),
+    },
+    "dense_bmm": {
+        "inside": dense_inside,
+        "chosen_twice": dense_chosen_twice,
+        **_of("dense_bmm", "softmax_output", "scattered_weights", "broadcast_input"),
+    },
     "one_hot_loop": {
         "inside": one_hot_inside,
         "compared": one_hot_compared,
