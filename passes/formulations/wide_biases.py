@@ -33,8 +33,8 @@ def added_roundings(match: Match, inside: Iterable[Node], is_product: Callable[[
         for value, bias in (total.args[:2], total.args[1::-1]):
             if not isinstance(value, Node) or not isinstance(bias, Node):
                 continue
-            product = strip(value, view_or_cast)
-            if not is_product(product) or dtype_of(product) != compute:
+            product = _first_part(strip(value, view_or_cast))
+            if product is None or not is_product(product) or dtype_of(product) != compute:
                 continue
             last = _reads(product, match.down)
             reason = f"the {'down' if last else 'gate and up'} bias is added in {dtype_of(total)}, not in {compute}"
@@ -45,6 +45,15 @@ def added_roundings(match: Match, inside: Iterable[Node], is_product: Callable[[
             hint = f"keep the biases in {compute}, or give them to the linear layer itself; numerics='fast' rounds them"
             found.setdefault(reason, Miss(reason, total, hint))
     return list(found.values())
+
+
+def _first_part(node: Node) -> Node | None:
+    """The first of the experts' products that are put together, or the node itself."""
+    if not is_op(node, "cat", "concat"):
+        return node
+    parts = node.args[0]
+    first = parts[0] if isinstance(parts, (list, tuple)) and parts else None
+    return strip(first, view_or_cast) if isinstance(first, Node) else None
 
 
 def _reads(product: Node, weights: Collection[Node], depth: int = 12) -> bool:
