@@ -46,7 +46,7 @@ from moe_compiler.passes.formulations.walk import (
     strip_views_casts,
 )
 
-__all__ = ["CAPACITY", "reaches", "slotted"]
+__all__ = ["CAPACITY", "reaches", "slotted", "slotted_match"]
 
 
 def _any_cast(node: Node) -> Node:
@@ -271,27 +271,43 @@ def choose(b: Bindings) -> None:
     b.bind(ids=ids)
 
 
-def finish(b: Bindings) -> Match:
+def slotted_match(
+    b: Bindings,
+    formulation: str,
+    weights: Node,
+    router_miss: Miss,
+    *,
+    kept: Node | None = None,
+    base: Node | None = None,
+) -> Match:
+    """The Match of a block of batched products of slots; weights: of all experts, see `Match.weights_KTE`."""
     check_sizes(b.x, b.ids, None)
     gate, up = split_by_activation(b.activation, lambda source: b.first[source].weight)
     roles = {"gate": b.first[b.activation.gate.source], "down": b.down}
     if up:
         roles["up"] = b.first[b.activation.up.source]
     return Match(
-        formulation="capacity",
+        formulation=formulation,
         spec=experts_spec(b.activation, b.anchor, b.output),
         x_TH=b.x,
         ids_TK=b.ids,
         weights_TK=None,
-        weights_KTE=b.weights_KTE,
-        router_miss=Miss("a capacity drops choices after the top-k", b.weights_KTE),
+        weights_KTE=weights,
+        kept=kept,
+        router_miss=router_miss,
         gate=gate,
         up=up,
         down=(b.down.weight,),
         transposed=frozenset(role for role, product in roles.items() if product.transposed),
         output=b.output,
+        base=base,
         anchor=b.anchor,
     )
+
+
+def finish(b: Bindings) -> Match:
+    why = Miss("a capacity drops choices after the top-k", b.weights_KTE)
+    return slotted_match(b, "capacity", b.weights_KTE, why)
 
 
 class CapacityExperts(torch.nn.Module):

@@ -24,11 +24,8 @@ from moe_compiler.passes.formulations.base import (
     Bindings,
     Example,
     Formulation,
-    check_sizes,
-    experts_spec,
-    split_by_activation,
 )
-from moe_compiler.passes.formulations.capacity import reaches, slotted
+from moe_compiler.passes.formulations.capacity import reaches, slotted, slotted_match
 from moe_compiler.passes.formulations.contraction import Product
 from moe_compiler.passes.formulations.counts import is_integer_cast
 from moe_compiler.passes.formulations.grouped_products import feeding, last_grouped, last_parts, read_grouped
@@ -258,28 +255,7 @@ def _is_size(value: object, size: object) -> bool:
 def finish(b: Bindings) -> Match:
     if not b.batched:
         return sorted_experts.finish(b, "drop_and_pad")
-    check_sizes(b.x, b.ids, None)
-    gate, up = split_by_activation(b.activation, lambda source: b.first[source].weight)
-    roles = {"gate": b.first[b.activation.gate.source], "down": b.down}
-    if up:
-        roles["up"] = b.first[b.activation.up.source]
-    return Match(
-        formulation="drop_and_pad",
-        spec=experts_spec(b.activation, b.anchor, b.output),
-        x_TH=b.x,
-        ids_TK=b.ids,
-        weights_TK=None,
-        weights_KTE=b.weights_TE,
-        kept=b.kept,
-        router_miss=b.router_miss,
-        gate=gate,
-        up=up,
-        down=(b.down.weight,),
-        transposed=frozenset(role for role, product in roles.items() if product.transposed),
-        output=b.output,
-        base=b.roles.get("base"),
-        anchor=b.anchor,
-    )
+    return slotted_match(b, "drop_and_pad", b.weights_TE, b.router_miss, kept=b.kept, base=b.roles.get("base"))
 
 
 class PaddedExperts(torch.nn.Module):

@@ -220,3 +220,27 @@ def test_slices_between_cumulated_counts_are_refused_with_a_remedy():
     assert not last_reports()[-1].matches
     assert (miss.formulation, miss.step) == ("split_linear", "dispatch") and "cumulated counts" in miss.reason
     assert "torch.split(rows, counts.tolist())" in miss.hint and "out[start:end]" in miss.at
+
+
+def slots_by_grouped_matmul(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Megatron's drop-and-pad with grouped matmuls: as many rows for each expert as there are slots."""
+    values, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=1)
+    probs = torch.zeros_like(logits, dtype=x.dtype).scatter(1, ids, values.to(x.dtype))
+    capacity = x.shape[0] // 2
+    kept = torch.zeros_like(probs).scatter(0, torch.topk(probs, k=capacity, dim=0, sorted=False)[1], 1).bool()
+    probs = probs * kept
+    token = kept.to(torch.int8).T.contiguous().argsort(dim=-1, descending=True, stable=True)[:, :capacity].contiguous()
+    offsets = torch.cumsum(torch.full((E,), capacity), 0, dtype=torch.int32)
+    rows = x.index_select(0, token.view(-1))
+    gate, up = torch._grouped_mm(rows, b.gate_up_t, offs=offsets).chunk(2, -1)
+    rows = torch._grouped_mm(F.silu(gate) * up, b.down_t, offs=offsets)
+    rows = rows * spellings_masks.flat_places(probs, token).unsqueeze(-1)
+    return torch.zeros_like(x).scatter_add(0, token.view(-1, 1).expand(-1, H), rows)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_slots_through_grouped_matmuls(dynamic):
+    module = Block(slots_by_grouped_matmul, BF16)
+    compiled = compile_eager(module, dynamic=dynamic)
+    report = raised_agrees(module, torch.randn(38, H, dtype=BF16), compiled=compiled)
+    assert [match.formulation for match in report.matches] == ["drop_and_pad"]
