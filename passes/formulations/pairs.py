@@ -289,8 +289,10 @@ def row_index(index: Node, of: Node, rows: sympy.Expr | None = None) -> Node | N
 
 
 def match_pair_index(node: Node, k: int) -> None:
-    """`node` must be p // k for every pair p; Miss when it is not."""
+    """`node` must be p // k for every pair p; Miss when it is not. With one expert a token that is p itself."""
     index = strip_ids(node)
+    if k == 1 and is_counting(index):
+        return
     if is_op(index, "floor_divide") or (is_op(index, "div") and arg(index, "rounding_mode") in ("floor", "trunc")):
         counted = strip_ids(index.args[0])
         require(index.args[1] == k and is_counting(counted), f"the token index is not arange // {k}", index)
@@ -318,7 +320,7 @@ def match_pair_rows(node: Node, tokens: sympy.Expr, k: int) -> Node:
         return token_rows(gathered[0], tokens, rows)
     source = _doubled(rows, k)
     if source is None and k == 1:
-        source = rows
+        source = node  # with its views: one of them makes the matrix of a batch of sequences
     require(source is not None, f"{op_name(rows)} does not bring the tokens into pair order", rows)
     assert source is not None
     return token_rows(source, tokens, rows)

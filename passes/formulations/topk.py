@@ -4,6 +4,8 @@
     sort, argsort                 descending, the first k of its results; ascending, the last k (in ascending order)
     max, argmax                   one expert a token, with or without a dimension of size 1 for it
 
+Of equal scores each of these operators names others; any of them is as good, so a block may run another of two equals.
+
 Its tensors may have any number of dimensions in front of the last one: rows of scores, rows of positions.
 """
 

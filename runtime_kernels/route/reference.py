@@ -98,8 +98,7 @@ def route(
     choice = scores if bias is None else scores + bias
     if groups > 1:
         choice = _limited(choice, groups, kept_groups, group_top, fill)
-    # Of one, as argmax and max say it: the first of equals.
-    values, ids = choice.max(dim=-1, keepdim=True) if k == 1 else torch.topk(choice, k, dim=-1)
+    values, ids = torch.topk(choice, k, dim=-1)
     if choice is not scores:
         values = scores.gather(-1, ids)
     if order == "after":

@@ -320,7 +320,9 @@ def test_one_weight_a_token_is_not_divided_by_the_sum_of_all():
         assert match.router == start and words in match.router_why
 
 
-def test_of_equal_scores_argmax_takes_the_first():
+def test_of_equal_scores_any_may_be_chosen_and_its_expert_runs():
+    """Two halves of equal experts: which of two is named is up to the operator, what comes out is not."""
+
     def first(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = torch.softmax(logits.round(), -1)
         return scores.amax(-1), scores.argmax(-1)
@@ -331,10 +333,12 @@ def test_of_equal_scores_argmax_takes_the_first():
 
     module, x = Returning(first), torch.randn(64, H)
     with torch.no_grad():
-        module.router[E // 2 :] = module.router[: E // 2]
+        for parameter in module.parameters():
+            if parameter.shape[0] == E:
+                parameter[E // 2 :] = parameter[: E // 2]
         ours, eager = compile_eager(module)(x), module(x)
     assert last_reports()[-1].matches[0].router == "R3 softmax, top-k"
-    assert torch.equal(ours[1], eager[1]) and eager[1].max() < E // 2
+    assert torch.equal(ours[1] % (E // 2), eager[1] % (E // 2))
     torch.testing.assert_close(ours[0], eager[0])
 
 

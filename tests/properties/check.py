@@ -8,6 +8,7 @@ decide are not used: what is chosen among equals is another test's matter.
 from __future__ import annotations
 
 import copy
+import statistics
 import traceback
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -159,7 +160,7 @@ def _tokens(case: Case, model: Model, count: int) -> Tensor:
         step = 2e-5 if case.dtype == "float32" else 2e-2
         with _autocast(case):
             before = [ids.sort(-1)[0] for ids in model.choices(rows)]
-            stays = torch.ones(len(rows), dtype=torch.bool)
+            stays = ~model.ties(rows)
             for _ in range(4):
                 near = rows * (1 + step * torch.randn(rows.shape)).to(dtype)
                 for old, new in zip(before, model.choices(near), strict=True):
@@ -296,8 +297,10 @@ def _compare(
             raise Wrong(f"the gradient of {name} is {'None' if mine is None else 'a tensor'}, eager's is not")
         # Of an expert without tokens; a zero elsewhere may be a cancellation.
         if mine is not None and theirs is not None and ".experts." in name and mine.numel():
-            empty = (theirs.reshape(theirs.shape[0], -1) == 0).all(-1)
-            if mine[empty].count_nonzero():
+            # Parameters of modules are one expert's each, others hold all experts in their first dimension.
+            experts = 1 if ".experts.experts." in name else theirs.shape[0]
+            empty = (theirs.reshape(experts, -1) == 0).all(-1)
+            if mine.reshape(experts, -1)[empty].count_nonzero():
                 raise Wrong(f"the gradient of {name} is not zero where eager's is")
     pairs = _pairs(ours, grads, reference.exact, reference.exact_grads)
     _check_errors(case, list(x.shape), pairs, reference, found, doubt)
@@ -316,9 +319,12 @@ def _judge(case: Case, model: Model, compiled: Any, drawn: list[tuple[Tensor, Re
             other = _tokens(case, model, x.numel() // case.hidden)
             _compare(case, model, compiled, other, _expected(case, model, other), found, float("inf"))
     for what, pairs in found.items():
-        error, bound = (sum(value**2 for value in column) ** 0.5 for column in zip(*pairs, strict=True))
-        if not error <= bound:
-            raise Wrong(f"{what}: over {len(pairs)} draws the error is {error / bound:.2f} times what is allowed")
+        # Not their mean: one draw whose result nearly cancels would outweigh all others.
+        usual = statistics.median(error / bound for error, bound in pairs)
+        if not usual <= 1:
+            raise Wrong(
+                f"{what}: in half of {len(pairs)} draws the error is {usual:.2f} times what is allowed, or more"
+            )
 
 
 def _counted(case: Case, model: Model, x: Tensor, before: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,8 @@ case means.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
@@ -192,6 +194,24 @@ class Model(torch.nn.Module):
             found.append(block.choose(inner)[2])
             if len(self.blocks) > 1:
                 x = block(inner)[0]
+        return found
+
+    def ties(self, x: Tensor) -> Tensor:
+        """For which tokens equal scores leave it to the operator which experts it names: [T], true or false.
+
+        Rewritten, all of them are a top-k, so those that are one already cannot differ.
+        """
+        found = torch.zeros(x.reshape(-1, self.c.hidden).shape[0], dtype=torch.bool)
+        if self.c.choose not in ("argsort", "argmax"):
+            return found
+        own = self.choices(x)
+        for block in self.blocks:
+            block.c = replace(self.c, choose="gather")
+        other = self.choices(x)
+        for block in self.blocks:
+            block.c = self.c
+        for one, two in zip(own, other, strict=True):
+            found |= (one.sort(-1)[0] != two.sort(-1)[0]).any(-1)
         return found
 
     def exact(self, x: Tensor, choices: list[Tensor]) -> tuple[Tensor, ...]:
