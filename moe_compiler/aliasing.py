@@ -19,7 +19,7 @@ def _schema(node: Node) -> torch._C.FunctionSchema | None:
 def mutated_arguments(node: Node) -> list[Node]:
     """The argument nodes that this call writes into."""
     schema = _schema(node)
-    if schema is None:
+    if schema is None or not schema.is_mutable:
         return []
     written: list[Node] = []
     for position, argument in enumerate(schema.arguments):

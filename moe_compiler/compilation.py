@@ -133,8 +133,11 @@ class Compilation:
         except MoepdlError as error:
             if self.options.on_error == "raise":
                 raise
-            # The canonical operators run by themselves, so the graph is right as it stands.
+            # The canonical operators run by themselves, so the graph is right as it stands. What is compiled of it may
+            # come out of a cache the next time: the report then says the same.
             self.failed(error)
+            if self._store is not None:
+                self._store.save(phase, {"errors": [str(error)]})
             return
         if trial is not module:
             module.graph = trial.graph
@@ -165,6 +168,10 @@ class Compilation:
         data = self._store.load(phase) if self._store is not None else None
         if data is None:
             return False
+        if "errors" in data:
+            for text in data["errors"]:
+                self.failed(text)
+            return True
         stored = Report.from_dict({**self.report.to_dict(), **data})
         for name in _PHASE_FIELDS:
             getattr(self.report, name).extend(getattr(stored, name))
@@ -239,7 +246,7 @@ class Compilation:
 
     # The end
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException | str) -> None:
         """Record an error that on_error="fallback" turned into a plain compile, and warn once."""
         self.report.errors.append(str(error))
         self.report.status = "fallback"

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,23 @@ def load(path: Path, source: str) -> DeviceModel:
     """The model of a file. Raises ValueError, naming the file, when it is not one of ours."""
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        kernels = {name: KernelModel(**values) for name, values in data["kernels"].items()}
-        return DeviceModel(data["device"], source, kernels, float(data["boundary_us"]), data.get("about", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        kernels = {}
+        for name, values in data["kernels"].items():
+            kernels[name] = KernelModel(**values)
+            for key, value in asdict(kernels[name]).items():
+                least = 0.0 if key in ("fixed_us", "work_per_us") else 1e-9
+                kernels[name] = replace(kernels[name], **{key: _number(f"{name}.{key}", value, least)})
+        about = {str(key): str(value) for key, value in dict(data.get("about", {})).items()}
+        boundary = _number("boundary_us", data["boundary_us"], -1e9)
+        return DeviceModel(str(data["device"]), source, kernels, boundary, about)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no table of a device ({error!r}); `moepdl calibrate` writes it anew") from error
+
+
+def _number(what: str, value: object, least: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+        raise ValueError(f"{what} is {value!r}, not a number of at least {least:g}")
+    return float(value)
 
 
 def save(model: DeviceModel, path: Path) -> None:

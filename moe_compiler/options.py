@@ -96,7 +96,6 @@ class Options:
         "raise",
         'on an internal error; "fallback" warns once and compiles the unchanged graph',
         "fallback",
-        in_key=False,
     )
     dump: str | None = _option(
         None, "folder for the graphs, the schedule and the report of each compilation", "a path or None", in_key=False

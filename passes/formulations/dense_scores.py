@@ -13,11 +13,12 @@ from torch.fx import Node
 from moe_compiler.moe_ir import Miss, RouterSpec, op_name
 from moe_compiler.passes.formulations.base import Bindings
 from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding
-from moe_compiler.passes.formulations.pairs import is_written, match_choice, match_weights
+from moe_compiler.passes.formulations.pairs import match_choice, match_weights
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
     is_op,
+    is_written,
     is_zeros,
     item_of,
     require,

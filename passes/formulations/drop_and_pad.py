@@ -33,7 +33,6 @@ from moe_compiler.passes.formulations.pairs import (
     are_distinct,
     in_range,
     is_counting,
-    is_written,
     match_choice,
     rows_at,
     token_rows,
@@ -43,6 +42,7 @@ from moe_compiler.passes.formulations.sorted_weights import scaled, sorted_weigh
 from moe_compiler.passes.formulations.walk import (
     arg,
     is_op,
+    is_written,
     is_zeros,
     item_of,
     require,

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import sympy
 from torch.fx import Node
 
-from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -19,6 +18,7 @@ from moe_compiler.passes.formulations.walk import (
     elements_of,
     is_index_cast,
     is_op,
+    is_written,
     item_of,
     matrix_behind,
     require,
@@ -37,7 +37,6 @@ __all__ = [
     "in_range",
     "is_counting",
     "is_pair_index",
-    "is_written",
     "match_choice",
     "match_ids",
     "match_pair_index",
@@ -178,21 +177,6 @@ def _width(choice: Node) -> float:
     shape = shape_of(choice.args[0])
     width = shape[dim] if isinstance(dim, int) and shape else None
     return int(width) if width is not None and width.is_Integer else float("inf")
-
-
-def is_written(node: Node) -> bool:
-    """Does an in-place operator write into the memory of `node`?"""
-    root = alias_root(node)
-    pending, seen = [root], {root}
-    while pending:
-        alias = pending.pop()
-        for user in alias.users:
-            if alias in mutated_arguments(user):
-                return True
-            if alias in aliases_argument(user) and user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return False
 
 
 def are_distinct(ids: Node) -> bool:

@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
 from moe_compiler.moe_ir import Miss, op_name, size_expr
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "is_cast",
     "is_index_cast",
     "is_op",
+    "is_written",
     "is_zeros",
     "item_of",
     "live_users",
@@ -59,6 +61,8 @@ VIEWS = frozenset(
     | {"view_as", "reshape_as"}
 )
 CASTS = frozenset({"to", "_to_copy", "type_as"})
+# Those of both that may be memory of their own.
+_COPIES = frozenset({"clone", "contiguous", "reshape", "reshape_as", "flatten"}) | CASTS
 # Called twice they give two values: random numbers, and memory that nobody has written yet.
 _NEW_VALUES = (
     "empty",
@@ -148,7 +152,7 @@ def contains(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def _is_conversion(node: Node) -> bool:
-    if not is_op(node, *CASTS) or not isinstance(node.args[0], Node):
+    if not is_op(node, *CASTS) or not isinstance(node.args[0], Node) or _is_written_copy(node):
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
     return (
@@ -171,7 +175,7 @@ def is_cast(node: Node) -> bool:
     One that widens what was narrowed just before is none: the two together round (fake quantisation). Narrowing alone
     is one; the finder checks that nothing is narrowed beyond the dtype that the block computes in.
     """
-    if not _is_conversion(node):
+    if not _is_conversion(node) or _is_written_copy(node):
         return False
     source = strip_views(node.args[0])  # type: ignore[arg-type]
     rounded = is_op(source, *CASTS) and not widens(source)
@@ -180,7 +184,7 @@ def is_cast(node: Node) -> bool:
 
 def is_index_cast(node: Node) -> bool:
     """A conversion between the integer dtypes that expert ids have."""
-    if not is_op(node, *CASTS) or not isinstance(node.args[0], Node):
+    if not is_op(node, *CASTS) or not isinstance(node.args[0], Node) or _is_written_copy(node):
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
     return getattr(before, "dtype", None) in _INDEX_DTYPES and getattr(after, "dtype", None) in _INDEX_DTYPES
@@ -229,7 +233,8 @@ def swaps_last_two(node: object) -> bool:
 
 def _is_view(node: Node) -> bool:
     # view also has an overload that reads the same bytes as another dtype.
-    return is_op(node, *VIEWS) and isinstance(node.args[0], Node) and _dtype(node) == _dtype(node.args[0])
+    same = is_op(node, *VIEWS) and isinstance(node.args[0], Node) and _dtype(node) == _dtype(node.args[0])
+    return same and not _is_written_copy(node)
 
 
 def _dtype(node: Node) -> torch.dtype | None:
@@ -241,6 +246,30 @@ def strip(node: Node, through: Callable[[Node], bool]) -> Node:
     while through(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
+
+
+def is_written(node: Node) -> bool:
+    """Does an in-place operator write into the memory of `node`?"""
+    return _writes_behind(alias_root(node))
+
+
+def _is_written_copy(node: Node) -> bool:
+    """Does `node` (perhaps) copy its argument, and is the copy written to? It then holds other values than that."""
+    return is_op(node, *_COPIES) and _writes_behind(node)
+
+
+def _writes_behind(root: Node) -> bool:
+    """Does an in-place operator write into `root` or a view of it?"""
+    pending, seen = [root], {root}
+    while pending:
+        alias = pending.pop()
+        for user in alias.users:
+            if alias in mutated_arguments(user):
+                return True
+            if alias in aliases_argument(user) and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
 
 
 def row_views(node: Node) -> bool:
@@ -329,11 +358,14 @@ def same_value(a: object, b: object, depth: int = 6) -> bool:
 def number(value: object) -> float | None:
     """A number, also one that Dynamo made symbolic (a float attribute of a module, under dynamic=True); else None.
 
-    Asking for the value of a symbolic one makes it a guard: with another value the code is compiled again.
+    Asking for the value of a symbolic one makes it a guard: with another value the code is compiled again. So one that
+    is computed from sizes is no number: it would be another for each.
     """
     if isinstance(value, Node):
         value = value.meta.get("val")
         if not isinstance(value, torch.SymFloat) or not value.node.has_hint():
+            return None
+        if any(symbol.is_integer for symbol in value.node.expr.free_symbols):
             return None
     return None if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)) else float(value)
 

@@ -16,7 +16,6 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss
-from moe_compiler.passes.formulations.pairs import is_written
 from moe_compiler.passes.formulations.topk import STAYS, Selection, is_last
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -25,6 +24,7 @@ from moe_compiler.passes.formulations.walk import (
     folded,
     is_cast,
     is_op,
+    is_written,
     number,
     require,
     row_source,

@@ -53,6 +53,20 @@ def test_code_is_shared_by_equal_options_and_by_no_others(cold_cache):
     assert not same["graph miss"] and last_reports()[-1].options["require_match"] is True
 
 
+def test_a_fallback_that_is_cached_is_told_again_and_serves_nobody_else(cold_cache):
+    block, failing = qwen3_block(), {"pdl": "on"}
+    with pytest.raises(Exception, match=r'options\["pdl"\]="on", but the block runs on cpu'):
+        compiled_once(block, failing)
+    for time in ("first", "second"):
+        with pytest.warns(UserWarning, match="moepdl fell back"):
+            found = compiled_once(block, {**failing, "on_error": "fallback"})
+        report = last_reports()[-1]
+        assert report.status == "fallback" and len(report.errors) == 1 and not report.schedule
+        assert found["graph hit" if time == "second" else "graph miss"]
+    with pytest.raises(Exception, match=r'options\["pdl"\]="on", but the block runs on cpu'):
+        compiled_once(block, failing)
+
+
 def test_code_for_any_size_is_loaded_for_another_with_its_report(cold_cache):
     block = qwen3_block()
     for tokens, hits in ((70, 0), (81, 1)):

@@ -81,6 +81,31 @@ def test_a_file_that_is_no_table_is_named(tmp_path, text):
         load(path, "calibrated")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fixed_us", "fast"),
+        ("bytes_per_us", None),
+        ("bytes_per_us", 0),
+        ("sharpness", 0),
+        ("work_per_us", -5),
+        ("fixed_us", float("nan")),
+        ("boundary_us", float("nan")),
+        ("boundary_us", "much"),
+    ],
+)
+def test_a_table_with_a_value_that_cannot_be_is_refused(tmp_path, key, value):
+    kernel_values = {"fixed_us": 1.0, "bytes_per_us": 4e6, "work_per_us": 0.0, "sharpness": 3.0}
+    data = {"device": "x", "boundary_us": 0.5, "kernels": {"combine": kernel_values}}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(data))
+    assert load(path, "calibrated").kernels["combine"].bytes_per_us == 4e6
+    (data if key in data else kernel_values)[key] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"table\.json is no table.*{key}"):
+        load(path, "calibrated")
+
+
 def test_the_user_s_calibration_wins_over_the_shipped_table_and_that_over_a_derived_one(own_cache):
     shipped = device_model.device_model("NVIDIA H200")
     assert shipped.source == shipped.label == "shipped"

@@ -200,7 +200,7 @@ def test_equal_options_have_equal_keys_whatever_their_order():
     assert one.cache_key() == two.cache_key()
 
 
-@pytest.mark.parametrize("options", [{"dump": "/tmp/x"}, {"require_match": 3}, {"on_error": "fallback"}])
+@pytest.mark.parametrize("options", [{"dump": "/tmp/x"}, {"require_match": 3}])
 def test_what_changes_no_code_is_not_in_the_cache_key(options):
     assert made(options).cache_key() == made().cache_key()
 

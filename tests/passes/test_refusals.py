@@ -286,3 +286,49 @@ def test_an_activation_that_writes_into_the_packed_matmul_is_named():
 
     report = agrees(Block(in_place), torch.randn(T, H))
     assert not report.matches and "works in place" in reasons(report)
+
+
+def written_rows(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    ids[:, 1] = 2
+    return ids
+
+
+def written_narrow(ids: Tensor) -> Tensor:
+    ids = ids.to(torch.int32)
+    ids[0, 0] = 3
+    return ids.long()
+
+
+def written_flat(ids: Tensor) -> Tensor:
+    flat = ids.view(-1).clone()
+    flat[::2] = 1
+    return flat.view(ids.shape)
+
+
+@pytest.mark.parametrize("write", [written_rows, written_narrow, written_flat])
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_write_into_a_part_of_a_copy_of_the_ids_counts(write, loop):
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = torch.nn.Parameter(torch.randn(E, H))
+            self.gate_up = torch.nn.Parameter(torch.randn(E, 2 * I, H) * H**-0.5)
+            self.down = torch.nn.Parameter(torch.randn(E, H, I) * I**-0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = torch.topk(torch.softmax(F.linear(x, self.router), -1), K)
+            ids = write(ids)
+            if loop:
+                y = torch.zeros_like(x)
+                for e in range(E):
+                    t, j = torch.where(ids == e)
+                    gate, up = F.linear(x[t], self.gate_up[e]).chunk(2, -1)
+                    y = y.index_add(0, t, F.linear(F.silu(gate) * up, self.down[e]) * weights[t, j, None])
+                return y
+            gate, up = torch.einsum("th,tkih->tki", x, self.gate_up[ids]).chunk(2, -1)
+            rows = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.down[ids])
+            return (rows * weights[..., None]).sum(1)
+
+    module, x = Module(), torch.randn(12, H)
+    torch.testing.assert_close(compile_eager(module)(x), module(x))

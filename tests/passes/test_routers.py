@@ -457,3 +457,25 @@ def test_a_router_of_any_dtype_agrees(dtype):
 
     report = raised_agrees(Block(spelling, dtype), torch.randn(37, H, dtype=dtype))
     assert report.matches[0].attributes["score_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_scale_that_is_computed_from_sizes_is_no_constant():
+    """It would be another for each number of tokens, and the code compiled for each."""
+
+    def by_tokens(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = torch.topk(torch.softmax(logits, -1), K)
+        return weights * (logits.shape[0] * 0.5), ids
+
+    module = Block(lambda b, x, logits: experts(b, x, *by_tokens(b, logits)))
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return moepdl(graph, inputs, options={"remainder": "eager"})
+
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=counted, fullgraph=True, dynamic=True)
+    for tokens in (5, 12, 29):
+        x = torch.randn(tokens, H)
+        torch.testing.assert_close(compiled(x), module(x))
+    assert len(graphs) == 1
