@@ -12,6 +12,7 @@ import statistics
 import traceback
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -384,7 +385,9 @@ def _count(case: Case, reports: list[Report], outcome: Outcome) -> None:
         if report.errors or count > case.layers:
             raise Wrong(f"{count} matches of {case.layers} blocks; {'; '.join(report.errors)}")
         outcome.formulations = sorted({match.formulation for match in found})
-        outcome.routers = sorted({match.router or f"no: {match.router_why}" for match in found})
+        # Lines of the project as they are in every checkout.
+        here = f"{Path(__file__).resolve().parents[2]}/"
+        outcome.routers = sorted({match.router or f"no: {match.router_why.replace(here, '')}" for match in found})
         if count < case.layers:
             outcome.status = "missed"
             told = [f"{miss.formulation}.{miss.step}: {miss.reason}" for miss in report.misses]
