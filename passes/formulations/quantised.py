@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
-from moe_compiler.passes.formulations.walk import is_op
+from moe_compiler.passes.formulations.walk import is_op, strip_views
 
 __all__ = ["check_not_quantised", "quantised_below"]
 
@@ -29,6 +29,11 @@ def _is_few_bits(node: Node) -> bool:
         return False
     name = str(value.dtype).removeprefix("torch.")
     return name.startswith(_FEW_BITS) or (value.dtype is torch.int32 and value.dim() >= 2)
+
+
+def _is_weight_of_few_bits(node: Node) -> bool:
+    """Such a tensor that the graph is given. One that it computes itself is a map of choices or a count."""
+    return _is_few_bits(node) and strip_views(node).op != "call_function"
 
 
 def check_not_quantised(weights: Iterable[Node]) -> None:
@@ -51,7 +56,7 @@ def quantised_below(chosen: Node) -> Node | None:
         for node in level:
             if is_op(node, *_MATMULS) or "mxfp" in op_name(node) or "nvfp" in op_name(node):
                 return node
-            found = next((n for n in node.all_input_nodes if n not in seen and _is_few_bits(n)), None)
+            found = next((n for n in node.all_input_nodes if n not in seen and _is_weight_of_few_bits(n)), None)
             if found is not None:
                 return node
         level = [user for node in level for user in node.users if user not in seen]

@@ -122,3 +122,21 @@ def test_weights_that_are_computed_or_chosen_by_integers_are_not_quantised():
 
     _, report = run_passes(Block(computed), CAPTURE, torch.randn(7, H))
     assert [match.formulation for match in report.matches] == ["gather_einsum"] and not report.misses
+
+
+def test_a_map_of_choices_in_integers_is_no_reason_to_speak_of_quantised_experts():
+    class Mapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = torch.nn.Parameter(torch.randn(E, H))
+            self.weight = torch.nn.Parameter(torch.randn(E, H, H))
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = x @ self.router.T
+            ids = torch.topk(torch.softmax(logits, -1), K)[1]
+            chosen = torch.zeros(x.shape[0], E, dtype=torch.int32).scatter(1, ids, 1)
+            _, best = torch.topk(chosen, 2, dim=0)
+            return torch.einsum("ech,ehi->eci", x[best.T], self.weight)
+
+    _, report = run_passes(Mapped(), ["canonicalize", "find_moe"], torch.randn(12, H))
+    assert report.misses and not any("quantised" in miss.reason for miss in report.misses)
