@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
+from moe_compiler.measure import graph_us
 from moe_compiler.runtime_kernels.order.reference import ORDER_FEW, order_blocks
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.tiles import Tile
@@ -246,33 +247,6 @@ def check(p: Problem) -> dict[str, float]:
     return errors
 
 
-def graph_time(call: Any, inputs: int, replays: int = 20) -> float:
-    """Median microseconds a call of `call(i)` over i in range(inputs), captured in one graph."""
-    for i in range(inputs):
-        call(i)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(inputs):
-            call(i)
-    for _ in range(2):
-        graph.replay()
-    times = []
-    for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / inputs)
-    return sorted(times)[len(times) // 2]
-
-
 def host_time(call: Any, calls: int = 20) -> float:
     """Median microseconds from the call to its synchronised end, without a graph."""
     times = []
@@ -421,17 +395,17 @@ def measure(
         p.chain(names, i, True)
 
     case: dict[str, Any] = {"T": tokens, "train": train, "errors": errors, "floor": p.floor()}
-    case["stages"] = {name: graph_time(lambda i, n=name: p.launch(n, i, True), p.inputs) for name in names}
-    case["pdl"] = graph_time(lambda i: p.chain(names, i, True), p.inputs)
-    case["plain"] = graph_time(lambda i: p.chain(names, i, False), p.inputs)
+    case["stages"] = {name: graph_us(lambda i, n=name: p.launch(n, i, True), p.inputs, replays=20) for name in names}
+    case["pdl"] = graph_us(lambda i: p.chain(names, i, True), p.inputs, replays=20)
+    case["plain"] = graph_us(lambda i: p.chain(names, i, False), p.inputs, replays=20)
     case["host"] = host_time(lambda i: p.chain(names, i, True))
-    case["with_router"] = None if train else graph_time(block, p.inputs)
+    case["with_router"] = None if train else graph_us(block, p.inputs, replays=20)
     case["tiles"] = {}
     for name, tiles in sweep.items():
         found = []
         for tile in tiles:
             try:
-                spent = graph_time(lambda i, n=name, t=tile: p.launch(n, i, True, tile=t), p.inputs, 8)
+                spent = graph_us(lambda i, n=name, t=tile: p.launch(n, i, True, tile=t), p.inputs, replays=8)
                 found.append((spent, astuple(tile)))
             except Exception as error:
                 print(f"  {name} {tile}: {type(error).__name__} {str(error)[:120]}", flush=True)

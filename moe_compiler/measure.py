@@ -114,22 +114,19 @@ def _text(sizes: BlockSizes, backward: bool, pdl: bool = True) -> str:
     return (backward_program if backward else forward_program)(sizes, pdl=pdl).to_text()
 
 
-def _compile(job: tuple[BlockSizes, int, bool, tuple[bool, ...]]) -> int:
-    """Compile what a block launches for T tokens, into triton's cache; how many kernels that were."""
+def _compile(job: tuple[BlockSizes, int, bool, tuple[bool, ...]]) -> None:
+    """Compile what a block launches for T tokens, into triton's cache."""
     from moe_compiler.runtime_kernels import launching
     from moe_compiler.runtime_kernels.chain import launcher
 
     sizes, tokens, backward, ways = job
     operands = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
-    done = 0
     for pdl in ways:
         text = _text(sizes, backward, pdl)
         with launching.recording() as starts:
             launcher.run(operands, text)
         for start in starts:
             launching.compile_recorded(start)
-            done += 1
-    return done
 
 
 def compile_ahead(
