@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -73,6 +74,13 @@ _COSTS: dict[str, tuple[sympy.Expr, sympy.Expr, sympy.Expr]] = {
 
 def stage_cost(stage: str, sizes: Mapping[str, int]) -> StageCost:
     """The cost of a stage or kernel for a block of these sizes (k, E, H, I, N, w), in T. Raises KeyError."""
+    return _stage_cost(stage, tuple(sorted(sizes.items())))
+
+
+@lru_cache(maxsize=1024)
+def _stage_cost(stage: str, items: tuple[tuple[str, int], ...]) -> StageCost:
+    """`stage_cost`, once for all equal layers of a model."""
+    sizes = dict(items)
     moved, flops, work = _COSTS[stage]
     values = {symbol: sizes[symbol.name] for symbol in (K, E, H, I, N, W) if symbol.name in sizes}
     grid = _grid(stage, sizes) if stage in TABLES else None
