@@ -51,7 +51,7 @@ class BlockSizes:
 
 
 def forward_program(sizes: BlockSizes, *, save: bool = False, pdl: bool = True) -> Program:
-    """route, order, gate_up, down and combine over inputs (logits [T,E], x [T,H], gate, down).
+    """router_logits, route, order, gate_up, down and combine over inputs (x [T,H], router [H,E], gate, down).
 
     save: also the pre-activation, the order and the routing weights, as training keeps them. pdl: every launch but the
     first is programmatic.
@@ -59,6 +59,7 @@ def forward_program(sizes: BlockSizes, *, save: bool = False, pdl: bool = True) 
     dtype = _name(sizes.dtype)
     expert = {"perm": "perm", "starts": "starts"}
     steps = (
+        Step("router_logits", {"x": "x", "router": "router"}, {"logits": "logits"}),
         Step("route", {"logits": "logits"}, {"weights": "w", "ids": "ids"}, {"k": sizes.k, **_ROUTE, "dtype": dtype}),
         Step("order", {"ids": "ids"}, expert, {"num_experts": sizes.experts}),
         Step(
@@ -70,7 +71,7 @@ def forward_program(sizes: BlockSizes, *, save: bool = False, pdl: bool = True) 
         Step("down", {"act": "act", **expert, "down": "down"}, {"pairs": "pairs"}),
         Step("combine", {"pairs": "pairs", "weights": "w"}, {"y": "y"}, {"k": sizes.k, "dtype": dtype}),
     )
-    inputs = (("logits", None), ("x", None), ("gate", 1), ("up", 0), ("down", 1))
+    inputs = (("x", None), ("router", None), ("gate", 1), ("up", 0), ("down", 1))
     outputs = ("y", "w", "preact", "perm", "starts") if save else ("y",)
     return _program("moe_forward", steps, inputs, ("x", 0), outputs, sizes, pdl)
 
@@ -127,6 +128,7 @@ def _program(
     dtype, pairs = _name(sizes.dtype), f"T*{sizes.k}"
     wide = str(2 * sizes.intermediate)
     shapes = {
+        "logits": Buffer(("T", str(sizes.experts)), dtype),
         "w": Buffer(("T", str(sizes.k)), dtype),
         "ids": Buffer(("T", str(sizes.k)), "int64"),
         "perm": Buffer((pairs,), "int32"),
@@ -157,20 +159,21 @@ def _program(
 
 
 def weights_of(sizes: BlockSizes, device: str) -> dict[str, list[Tensor]]:
-    """gate [E, 2I, H], up (none) and down [E, H, I]; random on a GPU, uninitialised elsewhere."""
+    """gate [E, 2I, H], up (none), down [E, H, I] and router [E, H]; random on a GPU, uninitialised elsewhere."""
 
     def made(*shape: int) -> Tensor:
         tensor = torch.empty(shape, dtype=sizes.dtype, device=device)
         return tensor.normal_(std=0.02) if tensor.is_cuda else tensor
 
     gate = made(sizes.experts, 2 * sizes.intermediate, sizes.hidden)
-    return {"gate": [gate], "up": [], "down": [made(sizes.experts, sizes.hidden, sizes.intermediate)]}
+    down = made(sizes.experts, sizes.hidden, sizes.intermediate)
+    return {"gate": [gate], "up": [], "down": [down], "router": [made(sizes.experts, sizes.hidden)]}
 
 
 def inputs_of(
     sizes: BlockSizes, tokens: int, weights: dict[str, list[Tensor]], device: str, *, backward: bool = False
 ) -> list[Tensor]:
-    """Operands of the forward or the backward program for T tokens; logits are unit normal, as a random router's.
+    """Operands of the forward or the backward program for T tokens, which are unit normal.
 
     The backward's saved values are uninitialised off a GPU, and the forward's own on one.
     """
@@ -182,12 +185,12 @@ def inputs_of(
     x = made(tokens, sizes.hidden)
     both = [*weights["gate"], *weights["up"], *weights["down"]]
     if not backward:
-        return [made(tokens, sizes.experts), x, *both]
+        return [x, weights["router"][0].t(), *both]
     pairs = tokens * sizes.k
     if x.is_cuda:
         first = inputs_of(sizes, tokens, weights, device)
         text = forward_program(sizes, save=True).to_text()
-        _, w, preact, perm, starts = torch.ops.moepdl.chain([first[0], x, *both], text)
+        _, w, preact, perm, starts = torch.ops.moepdl.chain([x, *first[1:]], text)
     else:
         w, preact = made(tokens, sizes.k), made(pairs, 2 * sizes.intermediate)
         perm, starts = made(pairs, dtype=torch.int32), made(sizes.experts + 1, dtype=torch.int32)

@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 import torch
 
-from moe_compiler.runtime_kernels.tiles import TABLES
+from moe_compiler.runtime_kernels.tiles import HOPPER_MULTIPROCESSORS, TABLES, specialised_fits
 
 __all__ = ["StageCost", "T", "costs_known", "stage_cost"]
 
@@ -48,6 +48,7 @@ _NONE = sympy.Integer(0)
 
 # w is the size of an element in bytes, N the width of the first matmul (2 I when gated).
 _COSTS: dict[str, tuple[sympy.Expr, sympy.Expr, sympy.Expr]] = {
+    "router_logits": ((E * H + T * H + T * E) * W, 2 * T * E * H, 2 * T * E * H),
     "route": (T * E * W + _PAIRS * (W + 8), 5 * T * E, T * E),
     # One program compares all pairs with each other; two kernels count, and then place, by blocks of pairs.
     "order": (_PAIRS * 12 + 4 * E, _NONE, _PAIRS**2),
@@ -87,21 +88,27 @@ def _stage_cost(stage: str, items: tuple[tuple[str, int], ...]) -> StageCost:
     return StageCost(bytes=moved.subs(values), flops=flops.subs(values), work=work.subs(values), grid=grid)
 
 
-# What the columns of a kernel's tiles run over: for the gradients of weights both sides of a matrix.
+# What the columns of a kernel's tiles run over, and what its products sum over: for the gradients of weights both sides
+# of a matrix.
 _COLUMNS = {"gate_up": "I", "down": "H", "grad_act": "I", "grad_pairs": "H"}
+_DEPTHS = {"gate_up": "H", "down": "I", "grad_act": "H", "grad_pairs": "N"}
 _SIDES = {"grad_down": ("H", "I"), "grad_gate_up": ("H", "N")}
 
 
 def _grid(kernel: str, sizes: Mapping[str, int]) -> sympy.Expr | None:
     """Programs of a tiled kernel: row tiles that suffice for any routing, times column tiles; by ranges of T."""
-    needed = {"k", "E", "w", *_SIDES.get(kernel, (_COLUMNS.get(kernel, ""),))}
+    needed = {"k", "E", "w", *_SIDES.get(kernel, (_COLUMNS.get(kernel, ""), _DEPTHS.get(kernel, "")))}
     if not needed <= sizes.keys():
         return None
     experts, pairs = sizes["E"], T * sizes["k"]
     dtype = torch.float32 if sizes["w"] == 4 else torch.bfloat16
     cases: list[tuple[sympy.Expr, Any]] = []
     for limit, tile in TABLES[kernel].ranges(dtype, 90):
-        if kernel in _SIDES:
+        if tile.instead is not None and not specialised_fits(tile, sizes[_DEPTHS[kernel]], experts):
+            tile = tile.instead
+        if tile.instead is not None:
+            programs = sympy.Integer(HOPPER_MULTIPROCESSORS)
+        elif kernel in _SIDES:
             token_side, ordered_side = (sizes[name] for name in _SIDES[kernel])
             programs = sympy.Integer(experts * -(-token_side // tile.rows) * -(-ordered_side // tile.cols))
         else:

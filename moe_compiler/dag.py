@@ -139,6 +139,9 @@ def stage_sizes(node: Node) -> dict[str, int]:
     if op_name(node) == "route":
         logits = named["logits"].meta["val"]
         sizes |= {"E": int(logits.shape[1]), "w": logits.element_size()}
+    if op_name(node) == "router_logits":
+        router = named["router"].meta["val"]
+        sizes |= {"H": int(router.shape[0]), "E": int(router.shape[1]), "w": router.element_size()}
     if op_name(node) == "order":
         sizes |= {"E": int(named["num_experts"]), "k": int(named["ids"].meta["val"].shape[1])}
     if op_name(node) in ("combine", "grad_input_weights"):

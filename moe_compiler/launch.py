@@ -27,6 +27,7 @@ __all__ = ["Chain", "Edge", "build_chain", "device_of", "edges", "is_stage_node"
 
 # Which results of a stage have one row a token ("T") or a pair ("S"); the others keep their recorded sizes.
 _ROWS: dict[str, dict[str, str]] = {
+    "router_logits": {"logits": "T"},
     "route": {"weights": "T", "ids": "T"},
     "order": {"perm": "S"},
     "gate_up": {"act": "S", "preact": "S"},

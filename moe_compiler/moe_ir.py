@@ -46,7 +46,7 @@ class Level(IntEnum):
 
 
 MOE_OPERATORS = frozenset({"route", "route_backward", "experts", "experts_saving", "experts_backward"})
-FORWARD_STAGES = ("route", "order", "gate_up", "down", "combine")
+FORWARD_STAGES = ("router_logits", "route", "order", "gate_up", "down", "combine")
 BACKWARD_STAGES = (
     "grad_act",
     "grad_down",

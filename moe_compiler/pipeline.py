@@ -23,6 +23,7 @@ from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.passes.find_moe import find_moe
 from moe_compiler.passes.formulations.registry import formulation_names
 from moe_compiler.passes.inline_few import inline_few
+from moe_compiler.passes.join_router import join_router
 from moe_compiler.passes.lower import lower
 from moe_compiler.passes.raise_moe import raise_moe
 from moe_compiler.report import GraphRecord, PassRecord
@@ -36,6 +37,7 @@ PIPELINE: tuple[tuple[str, GraphPass], ...] = (
     ("capture", raise_moe),  # last before autograd: the canonical operators are differentiable
     ("graph", inline_few),  # before expand_stages: what Inductor itself does best needs no stages
     ("graph", expand_stages),  # first after autograd: everything below reasons about stages
+    ("graph", join_router),  # before chain_pdl: one more stage for the chain
     ("graph", chain_pdl),  # needs all stages of a block at once
     ("graph", lower),  # last: the remainder of the graph is Inductor's
 )

@@ -30,7 +30,8 @@ __all__ = ["chain_pdl"]
 
 
 def _groups(graph: Graph, dag: nx.DiGraph) -> list[list[Node]]:
-    """Stage nodes by block, in graph order; a router joins the block that reads its ids when the whole is convex.
+    """Stage nodes by block, in graph order; a router joins the block that reads its ids, and the matmul of its logits
+    joins with it, each when the whole is convex.
 
     A stage that is alone, or in a group that is not convex, stays an operator of its own.
     """
@@ -39,12 +40,13 @@ def _groups(graph: Graph, dag: nx.DiGraph) -> list[list[Node]]:
     for node in graph.nodes:
         if not is_stage_node(node):
             continue
-        if op_name(node) == "route":
+        if op_name(node) in ("route", "router_logits"):
             routers.append(node)
         else:
             blocks.setdefault(node.meta.get(BLOCK, node), []).append(node)
-    for router in routers:
-        readers = {user for item in router.users for user in item.users}
+    # The choice before the logits that it is made from.
+    for router in reversed(routers):
+        readers = {user for item in router.users for user in (item, *item.users)}
         for stages in blocks.values():
             if readers & set(stages) and convex(dag, [router, *stages]):
                 stages.insert(0, router)

@@ -262,3 +262,33 @@ def accumulate(
         block = load_matrix(matrix, expert, 0, k0, n0, K, N, BK, BN, STRIDE_K, STRIDE_N, WIDE, BOX)
         acc = multiply(tile, block, acc, SWAP, PRECISION)
     return acc
+
+
+@triton.jit
+def dot_step(
+    acc,
+    matrix,
+    row,
+    n,
+    k0,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BK: tl.constexpr,
+    BN: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """acc [BN,BK] + matrix[n, k0 : k0+BK] * row[k0 : k0+BK], in fp32."""
+    k = k0 + tl.arange(0, BK)
+    if WIDE:
+        at = n.to(tl.int64)[:, None] * STRIDE_N + k.to(tl.int64)[None, :] * STRIDE_K
+    else:
+        at = n[:, None] * STRIDE_N + k[None, :] * STRIDE_K
+    if K % BK == 0 and N % BN == 0:
+        values = tl.load(row + k).to(tl.float32)
+        tile = tl.load(matrix + at, eviction_policy="evict_first")
+    else:
+        values = tl.load(row + k, mask=k < K, other=0.0).to(tl.float32)
+        tile = tl.load(matrix + at, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    return acc + tile.to(tl.float32) * values[None, :]

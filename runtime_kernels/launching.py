@@ -18,18 +18,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.activations import parse_activation
 from moe_compiler.runtime_kernels.biases import ExpertBiases, as_columns
 from moe_compiler.runtime_kernels.device import write_table_kernel
-from moe_compiler.runtime_kernels.tiles import Tile, choose_tile
+from moe_compiler.runtime_kernels.tiles import HOPPER_MULTIPROCESSORS, Tile, choose_tile, specialised_fits
 from moe_compiler.runtime_kernels.weights import ExpertWeights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _INT32_LIMIT = 2**31
+# As triton's kernels take them, and as Gluon's do, which also name the layout in shared memory.
+DESCRIPTORS = (TensorDescriptor, LaidOutDescriptor)
 # Addresses that one launch of the table writer takes by value.
 _ADDRESSES = 32
 
@@ -267,6 +271,36 @@ def box(weights: Sequence[Tensor], what: Matrix, rows: int, inner_rows: bool, bl
     return TensorDescriptor(tensor, [tensor.shape[0] * rows, columns], [step, 1], list(block))
 
 
+def laid_out(descriptor: TensorDescriptor) -> LaidOutDescriptor:
+    """A descriptor of `box` for a kernel that is written in Gluon."""
+    block = list(descriptor.block_shape)
+    layout = NVMMASharedLayout.get_default_for(block, _TRITON_DTYPES[descriptor.base.dtype])
+    return LaidOutDescriptor(descriptor.base, list(descriptor.shape), list(descriptor.strides), block, layout)
+
+
+def specialised(rows: Tensor, depth: int, tile: Tile, experts: int, biases: Sequence[Vector]) -> bool:
+    """Whether a kernel with specialised warps can take `rows`, row-major, and these biases (see `specialised`).
+
+    Its matrices must be boxes besides. depth: the columns of rows that one matrix multiplies.
+    """
+    return (
+        capability(rows.device) == 90
+        and specialised_fits(tile, depth, experts)
+        and rows.element_size() == 2
+        and rows.data_ptr() % 16 == 0
+        and rows.stride(0) % 8 == 0
+        and not any(bias.table for bias in biases)
+    )
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device. Other devices stand for Hopper (see `recording`)."""
+    if device.type != "cuda":
+        return HOPPER_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def tile_for(kernel: str, rows: Tensor, starts: Tensor) -> Tile:
     """The tile of a kernel that works on `rows`, one a pair, of the experts that `starts` [E+1] divides them among."""
     mean_rows = -(-rows.shape[0] // (starts.shape[0] - 1))
@@ -276,7 +310,7 @@ def tile_for(kernel: str, rows: Tensor, starts: Tensor) -> Tile:
 def start(
     kernel: Any,
     programs: int,
-    operands: Sequence[Tensor | TensorDescriptor | None],
+    operands: Sequence[Tensor | TensorDescriptor | LaidOutDescriptor | None],
     numbers: Sequence[int],
     constants: dict[str, Any],
     *,
@@ -303,7 +337,7 @@ def start(
         if operand is None:
             key.append(None)
             fast.append(None)
-        elif isinstance(operand, TensorDescriptor):
+        elif isinstance(operand, DESCRIPTORS):
             key.append((operand.base.dtype, *operand.block_shape))
             fast.append(operand)
         else:

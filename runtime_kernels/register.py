@@ -12,3 +12,4 @@ from moe_compiler.runtime_kernels.grad_pairs import op as _grad_pairs  # noqa: F
 from moe_compiler.runtime_kernels.grad_weights import op as _grad_weights  # noqa: F401
 from moe_compiler.runtime_kernels.order import op as _order  # noqa: F401
 from moe_compiler.runtime_kernels.route import op as _route  # noqa: F401
+from moe_compiler.runtime_kernels.router_logits import op as _router_logits  # noqa: F401

@@ -91,6 +91,17 @@ _BIASES = ("gate_bias", "up_bias", "down_bias")
 _GRADIENTS = tuple(f"grad_{name}" for name in (*_PROJECTIONS, *_BIASES))
 
 _KERNELS = _table(
+    # (x [T,H], router [H,E], router_bias [E]) -> logits [T,E]
+    Kernel(
+        "router_logits",
+        "router_logits",
+        Traits(
+            reads=("x", "router", "router_bias"),
+            writes=("logits",),
+            weights=("router", "router_bias"),
+            optional_reads=("router_bias",),
+        ),
+    ),
     # (logits [T,E], bias [E], expert_scale [E]) -> weights [T,k], ids [T,k] int64
     #   attrs: k, score, order, groups, kept_groups, group_top, fill, renormalize, clamp, eps, scale, score_dtype, dtype
     Kernel(

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TABLES", "Tile", "TileTable", "choose_tile", "slots"]
+__all__ = ["HOPPER_MULTIPROCESSORS", "TABLES", "Tile", "TileTable", "choose_tile", "slots", "specialised_fits"]
+
+HOPPER_MULTIPROCESSORS = 132
+# Experts whose rows the kernels with specialised warps keep in registers, the group of none among them.
+_SPECIALISED_EXPERTS = 256
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Tile:
     tma                 weights through tensor descriptors where their layout allows it
     halves              an expert's last tile is half as high when its rows allow it
     registers           at most so many a thread, so that more programs fit a multiprocessor
+    instead             the kernel is the one with specialised warps (`specialised`), whose rows and warps are fixed;
+                        where weights or sizes do not allow it, this tile's kernel takes its place
     """
 
     rows: int
@@ -36,6 +42,7 @@ class Tile:
     tma: bool = False
     halves: bool = False
     registers: int | None = None
+    instead: Tile | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class TileTable:
 
     few     (largest mean number of rows an expert, tile), smallest first
     many    beyond, from compute capability 9.0 on; older: beyond, before it
+    hopper  on capability 9.0 itself: (rows beyond which, tile) of the kernel with specialised warps
     single  float32: as `few`, the last one without a limit
     """
 
@@ -51,12 +59,17 @@ class TileTable:
     many: Tile
     older: Tile
     single: tuple[tuple[int | None, Tile], ...]
+    hopper: tuple[int, Tile] | None = None
 
     def ranges(self, dtype: torch.dtype, capability: int) -> tuple[tuple[int | None, Tile], ...]:
         """(largest mean number of rows, tile) for a data type on a device (major * 10 + minor); the last: None."""
         if dtype is torch.float32:
             return self.single
-        return (*self.few, (None, self.many if capability >= 90 else self.older))
+        if self.hopper is None or capability != 90:
+            return (*self.few, (None, self.many if capability >= 90 else self.older))
+        beyond, tile = self.hopper
+        between = ((beyond, self.many),) if beyond > self.few[-1][0] else ()
+        return (*self.few, *between, (None, tile))
 
 
 _SINGLE = ((16, Tile(16, 32, 32, stages=2)), (None, Tile(32, 32, 32, stages=2)))
@@ -72,6 +85,9 @@ _WEIGHTS = TileTable(
     single=((None, Tile(32, 32, 32, stages=2)),),
 )
 _OLDER = Tile(128, 128, 64, warps=8, stages=3, group=8)
+_MANY_SCATTERED = Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True)
+_SCATTERED = Tile(128, 256, 64, stages=4, group=4, tma=True, halves=True, instead=_MANY_SCATTERED)
+_MANY_GATED = Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True, halves=True)
 
 TABLES: dict[str, TileTable] = {
     # cols counts gate alone.
@@ -81,15 +97,17 @@ TABLES: dict[str, TileTable] = {
             (24, Tile(32, 64, 128, stages=3, tma=True)),
             (48, Tile(64, 64, 64, stages=3, swap=True, tma=True, halves=True)),
         ),
-        many=Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True, halves=True),
+        many=_MANY_GATED,
         older=Tile(128, 64, 64, warps=8, stages=3, group=8),
         single=_SINGLE,
+        hopper=(256, Tile(128, 128, 64, stages=3, group=4, tma=True, halves=True, instead=_MANY_GATED)),
     ),
     "down": TileTable(
         few=(*_BY_EXPERT, (48, Tile(64, 128, 64, stages=4, tma=True))),
-        many=Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True),
+        many=_MANY_SCATTERED,
         older=_OLDER,
         single=_SINGLE,
+        hopper=(48, _SCATTERED),
     ),
     "grad_act": TileTable(
         few=(*_BY_EXPERT, (48, Tile(64, 64, 64, stages=3, tma=True))),
@@ -99,8 +117,16 @@ TABLES: dict[str, TileTable] = {
     ),
     "grad_pairs": TileTable(
         few=(*_BY_EXPERT, (48, Tile(64, 128, 64, stages=3, tma=True))),
-        many=Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True),
+        many=_MANY_SCATTERED,
         older=_OLDER,
+        single=_SINGLE,
+        hopper=(48, _SCATTERED),
+    ),
+    # rows counts tokens; so does the number that chooses among them.
+    "router_logits": TileTable(
+        few=((64, Tile(16, 16, 256)), (1024, Tile(16, 32, 128, stages=4)), (4096, Tile(32, 64, 128))),
+        many=Tile(64, 64, 64, stages=4),
+        older=Tile(64, 64, 64, stages=4),
         single=_SINGLE,
     ),
     "grad_down": _WEIGHTS,
@@ -122,3 +148,8 @@ def choose_tile(kernel: str, dtype: torch.dtype, mean_rows: int, capability: int
 def slots(pairs: int, experts: int, rows: int) -> int:
     """Tiles of `rows` rows that suffice for any distribution of `pairs` rows over the experts and the group of none."""
     return min(pairs, (pairs + (experts + 1) * (rows - 1)) // rows)
+
+
+def specialised_fits(tile: Tile, depth: int, experts: int) -> bool:
+    """Whether the kernel with specialised warps takes sizes: `depth` is what its products sum over."""
+    return tile.instead is not None and depth % tile.depth == 0 and experts < _SPECIALISED_EXPERTS

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.chain import direct
-from moe_compiler.runtime_kernels.launching import Start, Trace
+from moe_compiler.runtime_kernels.launching import DESCRIPTORS, Start, Trace
 
 _ALIGNMENT = 512
 
@@ -191,7 +190,7 @@ class Binder:
         arguments: list[Any] = []
         places: list[tuple[int, int]] = []
         for place, operand in enumerate(start.operands):
-            base = operand.base if isinstance(operand, TensorDescriptor) else operand
+            base = operand.base if isinstance(operand, DESCRIPTORS) else operand
             if operand is None:
                 arguments.append(None)
             elif id(base) in self._slots and base is operand:

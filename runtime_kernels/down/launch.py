@@ -8,14 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.down.kernel import down_few_kernel, scatter_product_kernel
+from moe_compiler.runtime_kernels.down.specialised import scatter_product_specialised_kernel
 from moe_compiler.runtime_kernels.launching import (
     NO_BIAS,
     Matrix,
     Vector,
     box,
+    laid_out,
     matrix,
+    multiprocessors,
     power_of_two,
     precision,
+    specialised,
     start,
     tile_for,
     vector,
@@ -45,6 +49,7 @@ def scatter_product(
     depth = left.shape[1] // len(parts)
     boxes: list[Any] = []
     box_rows = 0
+    stored_rows_run_over_k = False
     if tile.tma and depth % tile.depth == 0:
         for tensors, what in parts:
             transposed = what.inner != 1
@@ -54,6 +59,29 @@ def scatter_product(
             boxes.append(box(tensors, what, box_rows, transposed, block))
         if None in boxes:
             boxes, box_rows = [], 0
+    if tile.instead is not None:
+        if boxes and specialised(left, depth, tile, experts, [bias]):
+            constants = {
+                "E": experts,
+                "E_POW2": power_of_two(experts + 1, 32),
+                "K": depth,
+                "N": columns,
+                "PARTS": len(parts),
+                "INNER": not stored_rows_run_over_k,
+                "BOX": box_rows,
+                "BIAS_E": bias.stride,
+                "BIAS_N": bias.step,
+                "BN": tile.cols,
+                "BK": tile.depth,
+                "GROUP": tile.group,
+                "STAGES": tile.stages,
+            }
+            boxes = [laid_out(matrix) for matrix in boxes]
+            operands = (left, perm, starts, boxes[0], boxes[1] if len(parts) == 2 else None, bias.operand, pairs)
+            programs = multiprocessors(pairs.device)
+            start(scatter_product_specialised_kernel, programs, operands, (rows,), constants, pdl=pdl, warps=tile.warps)
+            return
+        return scatter_product(pairs, left, perm, starts, parts, inner, tile.instead, pdl, bias)
     first, second = parts[0][1], parts[-1][1]
     strides = [(m.inner, m.out) if inner else (m.out, m.inner) for m in (first, second)]
     matrices = boxes or [what.operand for _, what in parts]

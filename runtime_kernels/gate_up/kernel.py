@@ -16,6 +16,7 @@ import triton.language as tl
 from moe_compiler.runtime_kernels.device import (
     activation,
     bias_row,
+    dot_step,
     expert_matrix,
     expert_tile,
     load_matrix,
@@ -128,21 +129,20 @@ def gate_up_tile(
         gates *= scale[:, None]
     n = column + tl.arange(0, BN)
     keep = ok[:, None] & (n < INTER)[None, :]
+    real = (n < INTER) & (expert < E)
     if gate_bias is not None:
-        gates += bias_row(gate_bias, safe, n, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
+        gates += bias_row(gate_bias, safe, n, real, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
     value = activation(gates, ACTIVATION, ALPHA, LIMIT)
     if GATED:
         if weights is not None:
             ups *= scale[:, None]
         # The bias of packed weights is packed as they are.
         if up_bias is not None:
-            ups += bias_row(up_bias, safe, n, n < INTER, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)[None, :]
+            ups += bias_row(up_bias, safe, n, real, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)[None, :]
         if UP_SHIFT > 0:
             if gate_bias is not None:
                 at = n + UP_SHIFT
-                ups += bias_row(gate_bias, safe, at, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[
-                    None, :
-                ]
+                ups += bias_row(gate_bias, safe, at, real, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
         value *= shifted(ups, LIMIT, SHIFT)
     tl.store(act + r.to(tl.int64)[:, None] * INTER + n[None, :], value.to(DTYPE), mask=keep)
     if preact is not None:
@@ -236,36 +236,6 @@ def gate_up_kernel(
                     TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION,
                     BM // 2, BN, BK, SWAP, PDL,
                 )  # fmt: skip
-
-
-@triton.jit
-def dot_step(
-    acc,
-    matrix,
-    row,
-    n,
-    k0,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    BK: tl.constexpr,
-    BN: tl.constexpr,
-    STRIDE_N: tl.constexpr,
-    STRIDE_K: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """acc [BN,BK] + matrix[n, k0 : k0+BK] * row[k0 : k0+BK], in fp32."""
-    k = k0 + tl.arange(0, BK)
-    if WIDE:
-        at = n.to(tl.int64)[:, None] * STRIDE_N + k.to(tl.int64)[None, :] * STRIDE_K
-    else:
-        at = n[:, None] * STRIDE_N + k[None, :] * STRIDE_K
-    if K % BK == 0 and N % BN == 0:
-        values = tl.load(row + k).to(tl.float32)
-        tile = tl.load(matrix + at, eviction_policy="evict_first")
-    else:
-        values = tl.load(row + k, mask=k < K, other=0.0).to(tl.float32)
-        tile = tl.load(matrix + at, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
-    return acc + tile.to(tl.float32) * values[None, :]
 
 
 @triton.jit

@@ -7,14 +7,18 @@ from typing import Any
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_few_kernel, gate_up_kernel
+from moe_compiler.runtime_kernels.gate_up.specialised import gate_up_specialised_kernel
 from moe_compiler.runtime_kernels.launching import (
     Matrix,
     activation_constants,
     box,
+    laid_out,
     matrix,
+    multiprocessors,
     power_of_two,
     precision,
     row_major,
+    specialised,
     start,
     tile_for,
     vector,
@@ -35,6 +39,19 @@ def split_up(gate: list[Any], up: list[Any], gated: bool) -> tuple[Matrix, Matri
     return first, first, gate[0].shape[-2] // 2
 
 
+def _boxes(
+    gate_list: list[Any], up_list: list[Any], gate: Matrix, up: Matrix, hidden: int, tile: Tile
+) -> tuple[list[Any], int]:
+    """Descriptors of gate and, where it is apart, of up, and their stored rows an expert; none where one is missing."""
+    if not tile.tma or hidden % tile.depth:
+        return [], 0
+    transposed = gate.inner != 1
+    block = (tile.depth, tile.cols) if transposed else (tile.cols, tile.depth)
+    rows = hidden if transposed else gate_list[0].shape[-2]
+    boxes = [box(part, what, rows, transposed, block) for part, what in ((gate_list, gate), (up_list, up)) if part]
+    return ([], 0) if None in boxes else (boxes, rows)
+
+
 def gate_up(
     outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
 ) -> None:
@@ -48,22 +65,65 @@ def gate_up(
     experts, k = ins["starts"].shape[0] - 1, attrs["k"]
     tile = tile or tile_for("gate_up", act, ins["starts"])
     hidden = x.shape[1]
+    weights = None if ins["weights"] is None else ins["weights"].contiguous()
+    gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
+    biases = {
+        "GATE_BIAS_E": gate_bias.stride,
+        "GATE_BIAS_I": gate_bias.step,
+        "UP_BIAS_E": up_bias.stride,
+        "UP_BIAS_I": up_bias.step,
+    }
+    boxes, box_rows = _boxes(gate_list, up_list, gate, up, hidden, tile)
+    if tile.instead is not None:
+        if boxes and gated and gate.inner == 1 and specialised(x, hidden, tile, experts, [gate_bias, up_bias]):
+            first, second = (laid_out(part) for part in (boxes * 2)[:2])
+            start(
+                gate_up_specialised_kernel,
+                multiprocessors(x.device),
+                (
+                    x,
+                    weights,
+                    ins["perm"],
+                    ins["starts"],
+                    first,
+                    second,
+                    gate_bias.operand,
+                    up_bias.operand,
+                    act,
+                    preact,
+                ),
+                (pairs,),
+                {
+                    "X_ROW": x.stride(0),
+                    "K": k,
+                    "E": experts,
+                    "E_POW2": power_of_two(experts + 1, 32),
+                    "H": hidden,
+                    "INTER": size,
+                    "UP_SHIFT": shift,
+                    "BOX": box_rows,
+                    **biases,
+                    **activation_constants(attrs["activation"]),
+                    "BN": tile.cols,
+                    "BK": tile.depth,
+                    "GROUP": tile.group,
+                    "STAGES": tile.stages,
+                },
+                pdl=pdl,
+                warps=tile.warps,
+            )
+            return
+        return gate_up(outs, ins, attrs, pdl=pdl, tile=tile.instead)
     gate_operand, up_operand = gate.operand, up.operand if up_list else None
-    box_rows, joined = 0, False
-    if tile.tma and hidden % tile.depth == 0:
+    joined = False
+    if boxes:
+        gate_operand, up_operand = boxes[0], boxes[1] if up_list else None
         transposed = gate.inner != 1
-        block = (tile.depth, tile.cols) if transposed else (tile.cols, tile.depth)
-        rows = hidden if transposed else gate_list[0].shape[-2]
-        boxes = [box(part, what, rows, transposed, block) for part, what in ((gate_list, gate), (up_list, up)) if part]
-        if None not in boxes:
-            gate_operand, up_operand, box_rows = boxes[0], boxes[1] if up_list else None, rows
-            joined = gated and not up_list and not transposed and not tile.swap and 2 * tile.cols <= 256
+        joined = gated and not up_list and not transposed and not tile.swap and 2 * tile.cols <= 256
         if joined:
             stored = [2 * experts, size, hidden]
             strides = [size * gate.out, gate.out, 1]
             gate_operand = TensorDescriptor(gate_list[0], stored, strides, [2, tile.cols, tile.depth])
-    weights = ins["weights"]
-    gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
     tiles = slots(pairs, experts, tile.rows)
     constants = {
         "X_ROW": x.stride(0),
@@ -102,7 +162,7 @@ def gate_up(
     }
     operands = (
         x,
-        None if weights is None else weights.contiguous(),
+        weights,
         ins["perm"],
         ins["starts"],
         gate_operand,

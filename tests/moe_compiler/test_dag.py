@@ -74,18 +74,22 @@ def test_the_cost_of_the_reference_shape_is_the_published_one():
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("tokens", [1, 40, 97, 300, 5000])
-def test_the_grid_is_the_number_of_programs_of_the_launch(tokens, backward):
+@pytest.mark.parametrize("intermediate", [200, 256], ids=["tiles", "specialised warps"])
+def test_the_grid_is_the_number_of_programs_of_the_launch(tokens, backward, intermediate):
     pytest.importorskip("triton")
     from moe_compiler.runtime_kernels.chain import launcher
     from moe_compiler.runtime_kernels.launching import recording
 
-    sizes = BlockSizes(8, 2, 320, 200)
+    sizes = BlockSizes(8, 2, 320, intermediate)
     program = (backward_program if backward else forward_program)(sizes, **({} if backward else {"save": True}))
     operands = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
     with recording() as starts:
         launcher.run(operands, program.to_text())
     names = {"gate_up_kernel": "gate_up", "grad_act_kernel": "grad_act"}
-    names |= {"scatter_product_kernel": "grad_pairs" if backward else "down"}
+    names |= dict.fromkeys(
+        ("scatter_product_kernel", "scatter_product_specialised_kernel"), "grad_pairs" if backward else "down"
+    )
+    names["gate_up_specialised_kernel"] = "gate_up"
     counted = []
     for start in starts:
         name = names.get(start.kernel.__name__)

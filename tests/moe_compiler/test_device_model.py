@@ -163,12 +163,11 @@ def test_the_program_of_a_block_is_what_its_operands_fit(backward):
     weights = {name: [torch.randn_like(t) for t in held] for name, held in weights_of(sizes, "cpu").items()}
     program = (backward_program if backward else forward_program)(sizes)
     if not backward:
-        operands = [torch.randn_like(t) if i < 2 else t for i, t in enumerate(inputs_of(sizes, 9, weights, "cpu"))]
+        operands = [torch.randn(9, 16), *inputs_of(sizes, 9, weights, "cpu")[1:]]
     else:
-        x, logits = torch.randn(9, 16), torch.randn(9, 8)
-        saved = torch.ops.moepdl.chain(
-            [logits, x, *weights["gate"], *weights["down"]], forward_program(sizes, save=True).to_text()
-        )
+        x = torch.randn(9, 16)
+        operands = [x, *inputs_of(sizes, 9, weights, "cpu")[1:]]
+        saved = torch.ops.moepdl.chain(operands, forward_program(sizes, save=True).to_text())
         operands = [torch.randn(9, 16), x, *saved[1:], *weights["gate"], *weights["down"]]
         shapes = [t.shape for t in inputs_of(sizes, 9, weights, "cpu", backward=True)]
         assert [t.shape for t in operands] == shapes

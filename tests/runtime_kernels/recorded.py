@@ -49,6 +49,8 @@ def operands(dtype: torch.dtype = torch.bfloat16, listed: bool = False) -> dict[
         "x": torch.zeros(TOKENS, HIDDEN, **value),
         "grad_y": torch.zeros(TOKENS, HIDDEN, **value),
         "y": torch.zeros(TOKENS, HIDDEN, **value),
+        "router": torch.zeros(EXPERTS, HIDDEN, **value).t(),
+        "router_bias": torch.zeros(EXPERTS, **value),
         "logits": torch.zeros(TOKENS, EXPERTS),
         "grad_logits": torch.zeros(TOKENS, EXPERTS),
         "bias": torch.zeros(EXPERTS),

@@ -40,6 +40,7 @@ def test_importing_the_library_alone_defines_no_operator():
         "order",
         "route",
         "route_backward",
+        "router_logits",
     ]
 
 
