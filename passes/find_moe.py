@@ -37,8 +37,8 @@ __all__ = ["find_moe"]
 def _operands(match: Match) -> list[Node]:
     found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
     found += [*match.gate_bias, *match.up_bias, *match.down_bias]
-    found += [node for node in (match.weights_TK, match.weights_KTE, match.kept, match.base) if node is not None]
-    return found
+    optional = (match.weights_TK, match.weights_KTE, match.kept, match.chosen_TKE, match.base)
+    return found + [node for node in optional if node is not None]
 
 
 _MATMULS = ("_grouped_mm", "grouped_mm_fallback", "addmm", "addbmm", "baddbmm")
@@ -313,7 +313,7 @@ def _sizes(match: Match) -> None:
     match.sizes = {
         "T": tokens,
         "E": experts,
-        "k": sympy.Integer(1) if match.per_pair else shape_of(match.ids_TK)[-1],
+        "k": sympy.Integer(1) if match.per_pair or match.one_each else shape_of(match.ids_TK)[-1],
         "H": hidden,
         "I": down[-2] if "down" in match.transposed else down[-1],
     }
@@ -399,8 +399,8 @@ def find_moe(graph: Graph, context: Context) -> int:
                     _sizes(result.match)
                     context.matches.append(result.match)
                     claimed |= inside | result.match.router_inner | _choosing(result.match.ids_TK)
-                    if result.match.kept is not None:
-                        claimed |= _choosing(result.match.kept)
+                    for kept in (result.match.kept, result.match.chosen_TKE):
+                        claimed |= _choosing(kept) if kept is not None else frozenset()
                     failed.pop(candidate, None)
                     claimed.add(candidate)
                     continue
