@@ -26,7 +26,13 @@ from moe_compiler.passes.formulations.quantised import check_not_quantised
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import Router, match_router
 from moe_compiler.passes.formulations.router_start import match_start
-from moe_compiler.passes.formulations.selection import chooses_scores, chosen_ids, explain_selection, leads_to
+from moe_compiler.passes.formulations.selection import (
+    chooses_scores,
+    chosen_ids,
+    explain_selection,
+    leads_to,
+    masks_products,
+)
 from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of
 from moe_compiler.passes.formulations.wide_biases import added_roundings
 from moe_compiler.report import MissRecord
@@ -417,9 +423,13 @@ def find_moe(graph: Graph, context: Context) -> int:
 def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node], tried: set[Node]) -> None:
     """A choice among scores that no formulation had anything to say about is still a candidate.
 
-    A top-k is one always; an argmax or a sort of scores where what it chose leads to a product.
+    A top-k is one always; an argmax or a sort of scores where what it chose leads to a product; and numbers from
+    elsewhere that mask the products of experts.
     """
     for node in graph.nodes:
+        masked = masks_products(node) if node not in tried and node not in claimed else None
+        if masked is not None and _candidate(node) is node:
+            context.report.misses.append(_lonely(node, masked))
         if node in tried or node in claimed or not (is_op(node, "topk") or chooses_scores(node)):
             continue
         ids = chosen_ids(node)
@@ -427,18 +437,19 @@ def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node]
             continue
         if not is_op(node, "topk") and leads_to(ids, _is_matmul) is None:
             continue
-        miss = explain_selection(node, ids)
-        context.report.misses.append(
-            MissRecord(
-                candidate=op_name(node),
-                where=user_line(node),
-                formulation="none",
-                steps_passed=0,
-                steps_total=1,
-                step="anchor",
-                reason=miss.reason,
-                node=node.format_node() or node.name,
-                hint=miss.hint,
-                at=user_line(miss.node),
-            )
-        )
+        context.report.misses.append(_lonely(node, explain_selection(node, ids)))
+
+
+def _lonely(node: Node, miss: Miss) -> MissRecord:
+    return MissRecord(
+        candidate=op_name(node),
+        where=user_line(node),
+        formulation="none",
+        steps_passed=0,
+        steps_total=1,
+        step="anchor",
+        reason=miss.reason,
+        node=node.format_node() or node.name,
+        hint=miss.hint,
+        at=user_line(miss.node),
+    )
