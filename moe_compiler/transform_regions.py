@@ -48,7 +48,7 @@ def outline(module: GraphModule) -> GraphModule:
     if not regions:
         return module
     bodies: dict[str, GraphModule] = {}
-    graph, copied = Graph(), {}
+    graph, copied = Graph(), dict[Node, Node]()
     firsts = {region[0]: region for region in regions}
     inside = {node for region in regions for node in region}
     for node in module.graph.nodes:
@@ -161,7 +161,7 @@ def _regions(graph: Graph) -> Iterator[list[Node]]:
 def _body(module: GraphModule, region: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
     """(body, operands, results) of a region."""
     inside = set(region)
-    graph, copied = Graph(), {}
+    graph, copied = Graph(), dict[Node, Node]()
     operands = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
     for operand in operands:
         copied[operand] = graph.placeholder(operand.name)
@@ -193,6 +193,7 @@ class _Steps(Interpreter):
 
     def __init__(self, body: GraphModule) -> None:
         super().__init__(body)
+        self._nodes = list(body.graph.nodes)
         self._ran = 0
 
     def run_node(self, n: Node) -> Any:
@@ -203,12 +204,12 @@ class _Steps(Interpreter):
     def leave(self) -> None:
         """After a failure: the calls further down that leave, or switch back, what was entered and switched."""
         entered = 0
-        for node in list(self.module.graph.nodes)[self._ran :]:  # type: ignore[union-attr]
+        for node in self._nodes[self._ran :]:
             step = torch_private.transform_step(node.target) or torch_private.hooks_step(node.target)
             if step > 0 or (step < 0 and entered):
                 entered += step
             elif not entered and (step < 0 or torch_private.is_transform_switch(node.target)):
-                node.target(*node.args, **node.kwargs)
+                node.target(*node.args, **node.kwargs)  # type: ignore[operator]
 
 
 class _Writes(torch_private.dispatch_mode_base()):  # type: ignore[misc]
