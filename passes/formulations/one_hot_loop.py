@@ -55,7 +55,7 @@ def masks(b: Bindings) -> None:
     # A class more than there are experts is for ids that stand for none: nobody picks it.
     spare = {pick.expert for pick in picks} == set(range(experts - 1)) and not _all_chosen(ids, experts)
     experts -= spare
-    b.bind(spare=spare, one_each=one_each, chosen=chosen if dropped else None)
+    b.bind(spare=spare, running=experts, one_each=one_each, chosen=chosen if dropped else None)
     b.bind(ids=ids, experts=experts, tokens=tokens, pairs=(tokens, k))
     b.bind(picks=complete(picks, experts, b.anchor))
 
@@ -115,8 +115,8 @@ def _all_chosen(ids: Node, experts: int) -> bool:
 def finish(b: Bindings) -> Match:
     match = loop.finish(b, "one_hot_loop")
     # Weights of so many experts, or ids below that, say that none is missing in this graph.
-    missing = f"expert {b.experts} of {b.experts + 1} never picks its tokens"
-    known = not b.spare or in_range(b.ids, b.experts) or (are_all(match.down) and are_all(match.gate))
+    missing = f"expert {b.running} of {b.running + 1} never picks its tokens"
+    known = not b.spare or in_range(b.ids, b.running) or (are_all(match.down) and are_all(match.gate))
     require(known, missing, b.anchor, "all experts of a block must run in one graph")
     return match
 
