@@ -84,7 +84,8 @@ def masks_products(numbers: Node) -> Miss | None:
         "all experts run on all tokens and a mask keeps each one's rows: no tokens are selected for an expert, "
         "and no choice among scores says whose rows are kept",
         next(iter(found.values())),
-        "none where an expert is one matrix; an MLP can select its tokens first, as in where_loop: torch.where(ids == e)",
+        "none where an expert is one matrix; an MLP can select its tokens first, as in where_loop: "
+        "torch.where(ids == e)",
     )
 
 
