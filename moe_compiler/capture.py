@@ -4,7 +4,8 @@ What moves: torch functions, methods and composite operators become ATen overloa
 mode stay ahead (pre-dispatch), so the canonical operators that are raised here are differentiated later. What stays:
 placeholders with everything that makes Inductor treat parameters as static, the module's metadata, higher-order
 operators (activation checkpoint, a user's autograd function, cond, flex attention) as leaves with their recorded
-metadata, user stack traces. The body of an activation checkpoint is captured too; `unsearched` names the others.
+metadata, user stack traces. The body of an activation checkpoint is captured too; `unsearched` names the others. The
+regions of torch.func transforms become leaves for the same reason, and are written back by `restore`.
 
 Small tensor constants are written back as `torch.tensor` calls, so that their values are part of every cache key;
 large ones become buffers with a source of their own.
@@ -20,15 +21,13 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_leaves
 
-from moe_compiler import torch_private
+from moe_compiler import torch_private, transform_regions
 from moe_compiler.errors import CaptureError
-from moe_compiler.moe_ir import op_name
+from moe_compiler.moe_ir import op_name, user_line
 
-__all__ = ["capture", "nested_bodies", "unsearched"]
+__all__ = ["capture", "nested_bodies", "restore", "unsearched"]
 
 _INLINE_CONSTANT_LIMIT = 64
-# Where torch.func keeps the calls that Dynamo records for its transforms.
-_TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 
 
 class _Retrace(Interpreter):
@@ -75,13 +74,15 @@ class _Retrace(Interpreter):
                 traced = _retrace(args[0], self._mode, args[1:])
                 return_value = args[0](*args[1:])
                 args = (traced, *args[1:])
+            elif target is transform_regions.TRANSFORM_REGION:
+                return_value = transform_regions.run(args[0], args[1:], user_line(node))
             else:
                 return_value = target(*args, **kwargs)
         return torch_private.record_call(target, node, args, kwargs, return_value)
 
 
 def _retrace(module: GraphModule, mode: Any, arguments: Sequence[Any]) -> GraphModule:
-    interpreter = _Retrace(module, mode)
+    interpreter = _Retrace(transform_regions.outline(module), mode)
     with preserve_node_meta():
         traced = torch_private.make_fx_pre_dispatch(lambda *a: interpreter.run(*a), mode, arguments)
     _carry_over(module, traced)
@@ -138,13 +139,6 @@ def capture(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
 
     Raises CaptureError when the graph cannot be retraced; the caller then hands the original graph on.
     """
-    for node in module.graph.nodes:
-        if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS):
-            raise CaptureError(
-                what="the graph holds a torch.func transform",
-                why="grad, vmap, jvp and their like cannot be retraced to one ATen graph",
-                try_="compile the function inside of the transform instead",
-            )
     mode = torch_private.fake_mode_of(example_inputs)
     arguments = [torch_private.fakeify(mode, value) for value in example_inputs]
     try:
@@ -157,6 +151,12 @@ def capture(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
             why=str(error).strip().splitlines()[0] if str(error).strip() else "no message",
             try_='TORCH_LOGS="+moepdl" shows the whole trace; the graph goes to Inductor unchanged',
         ) from error
+
+
+def restore(module: GraphModule) -> None:
+    """Write back what a captured graph holds as leaves for the search alone: the regions of torch.func transforms."""
+    for body in [module, *nested_bodies(module)]:
+        transform_regions.restore(body)
 
 
 def nested_bodies(module: GraphModule) -> list[GraphModule]:

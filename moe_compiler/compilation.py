@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from moe_compiler import _logs, device, torch_private
-from moe_compiler.capture import capture, nested_bodies, unsearched
+from moe_compiler.capture import capture, nested_bodies, restore, unsearched
 from moe_compiler.dump import write_dump
 from moe_compiler.errors import CaptureError, KernelError, MatchRequired, MoepdlError
 from moe_compiler.fragments import fragment_of_graph
@@ -82,7 +82,8 @@ class Compilation:
         try:
             captured = capture(module, example_inputs)
         except CaptureError as error:
-            self.report.notes.append(f"not captured, compiled by Inductor unchanged: {error.what}: {error.why}")
+            place = f", at {error.where}" if error.where else ""
+            self.report.notes.append(f"not captured, compiled by Inductor unchanged: {error.what}: {error.why}{place}")
         else:
             raised = self._raise(captured)
         needed = int(self.options.require_match)
@@ -112,6 +113,7 @@ class Compilation:
             self.report.notes.append(f"a top-k in a body of {name} was not looked at: {user_line(node)}")
         if not any(not match.left_alone for match in self.report.matches):
             return None
+        restore(captured)
         self.report.status = "dryrun" if self.options.dryrun else "rewritten"
         return captured
 

@@ -25,6 +25,10 @@ _NUMBERS = "torch._dynamo.config.capture_scalar_outputs = True"
 _THEN = "; where a loop or branch then depends on it, moe_compiler.prepare(model)"
 _SHOWN = "fullgraph=True makes it an error with Dynamo's own explanation; take what it names out of the model"
 
+_OWN_ERROR = (
+    "look for code that is skipped under torch.compile (is_compiling()): give the model the input that it makes up "
+    "there in eager, an attention_mask for example"
+)
 _LARGER_BUCKETS = (
     "torch._dynamo.config.optimize_ddp = False keeps the graph whole, and a larger bucket_cap_mb of "
     "DistributedDataParallel cuts it less often"
@@ -41,6 +45,7 @@ _KINDS: tuple[tuple[str, str, str], ...] = (
     ("Tensor.item()", "a number is read out of a tensor", f"fullgraph=True, or {_NUMBERS}{_THEN}"),
     ("_local_scalar_dense", "a number is read out of a tensor", f"fullgraph=True, or {_NUMBERS}{_THEN}"),
     ("numpy", "values go to numpy", _PREPARE),
+    ("Observed exception", "the model's own code raises while Dynamo runs through it", _OWN_ERROR),
 )
 
 
@@ -50,6 +55,8 @@ def fragment(reason: str, where: str, function: str = "", *, compiled: bool = Tr
     first = lines[0] if lines else "graph break"
     detail = next((line for line in lines if line.startswith("Explanation: ")), "").removeprefix("Explanation: ")
     meaning, remedy = next(((m, r) for text, m, r in _KINDS if text in reason), ("", _SHOWN))
+    raised = re.search(r"raised exception (.+)", reason)
+    first = f"{first}: {raised[1]}" if raised else first
     said = detail if first in ("Dynamic shape operator", "Data dependent operator") and detail else first
     said = said.removeprefix("Consider annotating your code using torch._check*(). ")
     return FragmentRecord(

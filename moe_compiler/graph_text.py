@@ -190,6 +190,7 @@ class _Body:
             self.writer.registered(target._qualified_op_name)
             return f"torch.ops.{namespace}.{name}"
         if isinstance(target, torch._ops.HigherOrderOperator):
+            self.writer.imports.add(type(target).__module__)  # whose import defines it
             return f"torch.ops.higher_order.{target.name()}"
         # A builtin of torch or operator names the extension module it was compiled in; prefer the public one.
         for module in ("operator", "torch", "torch.nn.functional", "math", getattr(target, "__module__", None)):

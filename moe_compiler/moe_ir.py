@@ -240,6 +240,10 @@ class Match:
     output: the node whose value the block computes, [T, H]. base: a tensor of the model's own [T, H] to which the
     experts' rows are added in the output, None where they are added to zeros. inner: nodes that belong to the block
     alone.
+    one_each: ids_TK has one id a token and no dimension for it, whatever its shape.
+    chosen_TKE: the map of the choices whose rows the source computes, where a rule of the model's own (a capacity)
+    drops some of the ids; raising gives those the id of no expert. None where all are computed.
+    weights_scale: a constant that the source multiplies each weighted row with, and raising the weights.
     kept: where weights_KTE is [T, E], the map [T, E] of the choices whose rows the source computes, made by a rule of
     the model's own (a capacity); the weights of the others are zero. None where all are computed.
     per_pair: x holds one row a (token, expert) pair and so does the output, in the order of ids, which has any shape;
@@ -260,6 +264,9 @@ class Match:
     ids_of_any_range: bool = False
     weights_KTE: Node | None = None
     kept: Node | None = None
+    one_each: bool = False
+    weights_scale: float = 1.0
+    chosen_TKE: Node | None = None
     gate_bias: tuple[Node, ...] = ()
     up_bias: tuple[Node, ...] = ()
     down_bias: tuple[Node, ...] = ()

@@ -27,6 +27,7 @@ __all__ = [
     "configured",
     "configured_dynamo",
     "current_compile_id",
+    "dispatch_mode_base",
     "fake_mode_of",
     "fakeify",
     "forget_compiled",
@@ -34,9 +35,13 @@ __all__ = [
     "graph_break_errors",
     "graph_pass_base",
     "has_data_dependent_sizes",
+    "hooks_step",
     "inference_aware_pass_base",
     "is_cut_by_ddp",
     "is_plain_region",
+    "is_transform_call",
+    "is_transform_switch",
+    "is_wrapped_by_transform",
     "make_fx_pre_dispatch",
     "mode_options",
     "passes_of",
@@ -44,6 +49,7 @@ __all__ = [
     "static_input_indices",
     "subgraph_break",
     "trace_artifact",
+    "transform_step",
     "user_frame",
 ]
 
@@ -119,6 +125,13 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def dispatch_mode_base() -> type:
+    """The base class that lets a mode see every ATen operator that runs, with its arguments."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
 def is_autocast_switch(target: Any) -> bool:
     """Is this Dynamo's call that enters or leaves an autocast region?"""
     from torch.amp import autocast_mode
@@ -146,6 +159,42 @@ def record_autocast(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 def is_plain_region(target: Any) -> bool:
     """Does this higher-order operator run its first argument, its only body, on all the others (a checkpoint)?"""
     return target in (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap)
+
+
+def is_transform_call(target: Any) -> bool:
+    """Does this call change what torch.func transforms (vmap, grad, jvp) are active, or wrap a tensor for one?"""
+    from torch._functorch.predispatch import lazy_load_decompositions
+
+    module = str(getattr(target, "__module__", "")) if callable(target) else ""
+    return module.startswith(("torch._functorch", "torch._C._functorch")) and target is not lazy_load_decompositions
+
+
+def transform_step(target: Any) -> int:
+    """1 for the call that enters a transform, -1 for the one that leaves it, 0 for any other."""
+    name = str(getattr(target, "__name__", "")) if is_transform_call(target) else ""
+    enters = name.endswith("_increment_nesting") or name == "_enter_dual_level"
+    return enters - (name.endswith("_decrement_nesting") or name == "_exit_dual_level")
+
+
+def is_transform_switch(target: Any) -> bool:
+    """Does this call switch, by a constant, what autograd allows inside of a transform?"""
+    from torch._C import _functorch
+
+    return target in (torch._C._set_fwd_grad_enabled, _functorch.set_inplace_requires_grad_allowed)
+
+
+def hooks_step(target: Any) -> int:
+    """1 for the call that forbids hooks on saved tensors (grad forbids them), -1 for the one that allows them."""
+    from torch._C import _autograd
+
+    return (target is _autograd._saved_tensors_hooks_disable) - (target is _autograd._saved_tensors_hooks_enable)
+
+
+def is_wrapped_by_transform(value: torch.Tensor) -> bool:
+    """Does a tensor belong to a level of a torch.func transform, active or left?"""
+    from torch._C import _functorch
+
+    return _functorch.is_functorch_wrapped_tensor(value)
 
 
 def record_call(target: Any, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:

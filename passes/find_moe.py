@@ -26,7 +26,13 @@ from moe_compiler.passes.formulations.quantised import check_not_quantised
 from moe_compiler.passes.formulations.registry import FORMULATIONS
 from moe_compiler.passes.formulations.router import Router, match_router
 from moe_compiler.passes.formulations.router_start import match_start
-from moe_compiler.passes.formulations.selection import chooses_scores, chosen_ids, explain_selection, leads_to
+from moe_compiler.passes.formulations.selection import (
+    chooses_scores,
+    chosen_ids,
+    explain_selection,
+    leads_to,
+    masks_products,
+)
 from moe_compiler.passes.formulations.walk import contains, dtype_of, is_cast, is_op, read_by, shape_of
 from moe_compiler.passes.formulations.wide_biases import added_roundings
 from moe_compiler.report import MissRecord
@@ -37,8 +43,8 @@ __all__ = ["find_moe"]
 def _operands(match: Match) -> list[Node]:
     found = [match.x_TH, match.ids_TK, *match.gate, *match.up, *match.down]
     found += [*match.gate_bias, *match.up_bias, *match.down_bias]
-    found += [node for node in (match.weights_TK, match.weights_KTE, match.kept, match.base) if node is not None]
-    return found
+    optional = (match.weights_TK, match.weights_KTE, match.kept, match.chosen_TKE, match.base)
+    return found + [node for node in optional if node is not None]
 
 
 _MATMULS = ("_grouped_mm", "grouped_mm_fallback", "addmm", "addbmm", "baddbmm")
@@ -313,7 +319,7 @@ def _sizes(match: Match) -> None:
     match.sizes = {
         "T": tokens,
         "E": experts,
-        "k": sympy.Integer(1) if match.per_pair else shape_of(match.ids_TK)[-1],
+        "k": sympy.Integer(1) if match.per_pair or match.one_each else shape_of(match.ids_TK)[-1],
         "H": hidden,
         "I": down[-2] if "down" in match.transposed else down[-1],
     }
@@ -399,8 +405,8 @@ def find_moe(graph: Graph, context: Context) -> int:
                     _sizes(result.match)
                     context.matches.append(result.match)
                     claimed |= inside | result.match.router_inner | _choosing(result.match.ids_TK)
-                    if result.match.kept is not None:
-                        claimed |= _choosing(result.match.kept)
+                    for kept in (result.match.kept, result.match.chosen_TKE):
+                        claimed |= _choosing(kept) if kept is not None else frozenset()
                     failed.pop(candidate, None)
                     claimed.add(candidate)
                     continue
@@ -417,9 +423,13 @@ def find_moe(graph: Graph, context: Context) -> int:
 def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node], tried: set[Node]) -> None:
     """A choice among scores that no formulation had anything to say about is still a candidate.
 
-    A top-k is one always; an argmax or a sort of scores where what it chose leads to a product.
+    A top-k is one always; an argmax or a sort of scores where what it chose leads to a product; and numbers from
+    elsewhere that mask the products of experts.
     """
     for node in graph.nodes:
+        masked = masks_products(node) if node not in tried and node not in claimed else None
+        if masked is not None and _candidate(node) is node:
+            context.report.misses.append(_lonely(node, masked))
         if node in tried or node in claimed or not (is_op(node, "topk") or chooses_scores(node)):
             continue
         ids = chosen_ids(node)
@@ -427,18 +437,19 @@ def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node]
             continue
         if not is_op(node, "topk") and leads_to(ids, _is_matmul) is None:
             continue
-        miss = explain_selection(node, ids)
-        context.report.misses.append(
-            MissRecord(
-                candidate=op_name(node),
-                where=user_line(node),
-                formulation="none",
-                steps_passed=0,
-                steps_total=1,
-                step="anchor",
-                reason=miss.reason,
-                node=node.format_node() or node.name,
-                hint=miss.hint,
-                at=user_line(miss.node),
-            )
-        )
+        context.report.misses.append(_lonely(node, explain_selection(node, ids)))
+
+
+def _lonely(node: Node, miss: Miss) -> MissRecord:
+    return MissRecord(
+        candidate=op_name(node),
+        where=user_line(node),
+        formulation="none",
+        steps_passed=0,
+        steps_total=1,
+        step="anchor",
+        reason=miss.reason,
+        node=node.format_node() or node.name,
+        hint=miss.hint,
+        at=user_line(miss.node),
+    )

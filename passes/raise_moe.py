@@ -114,7 +114,7 @@ class _Raising:
     def replace_rows(self, old: Node, rows: Node, logits: Node) -> None:
         """Replace weights or ids of any shape by the rows [T, K] of them; `logits` has their symbolic sizes."""
         shape = list(old.meta["val"].shape)
-        if len(shape) == 2:
+        if len(shape) == 2 and size_expr(shape[1]) == size_expr(rows.meta["val"].shape[1]):
             self.replace(old, rows)
             return
         with self.graph.inserting_before(rows.next):
@@ -148,6 +148,15 @@ class _Raising:
             numbers = insert(output, _aten.arange.default, (int(match.sizes["E"]),), {"device": device_of})
             return insert(output, _aten.index.Tensor, (numbers, [ids]))
 
+    def chosen(self, ids: Node, match: Match) -> Node:
+        """The ids [T, K] of which those that the source dropped are E: the operator computes nothing for it."""
+        assert match.chosen_TKE is not None
+        experts, k = int(match.sizes["E"]), int(match.sizes["k"])
+        with self.graph.inserting_before(match.output):
+            kept = insert(match.output, _aten.any.dim, (self.now(match.chosen_TKE), -1))
+            ids = insert(match.output, _aten.reshape.default, (ids, [-1, k]))
+            return insert(match.output, _aten.where.ScalarOther, (kept, ids, experts))
+
     def weights_of_choices(self, match: Match, ids_TK: Node) -> Node:
         """The weights [T, K] out of [K, T, E] or [T, E], where each choice has its own in its expert's column."""
         assert match.weights_KTE is not None
@@ -170,6 +179,11 @@ class _Raising:
                 weights = self.now(match.weights_TK)
             else:
                 weights = None if match.per_pair else self.weights_of_choices(match, ids)
+        if match.one_each:
+            with self.graph.inserting_before(match.output):
+                ids = insert(match.output, _aten.reshape.default, (ids, [-1, 1]))
+        if match.chosen_TKE is not None:
+            ids = self.chosen(ids, match)
         if match.ids_of_any_range:
             ids = self.experts_at(ids, match)
         spec = match.spec
@@ -179,7 +193,7 @@ class _Raising:
                 ids = insert(output, _aten.reshape.default, (ids, [-1, 1]))
                 weights = insert(output, _aten.ones_like.default, (ids,), {"dtype": spec.compute_dtype})
             else:
-                ids, weights = _pairs(ids), _pairs(weights)
+                ids, weights = _pairs(ids), _scaled(_pairs(weights), match.weights_scale)
             if weight_at == "input" and x.meta["val"].dtype != spec.compute_dtype:
                 # One expert a token (the finder saw to it): weight the tokens here, in the dtype that the source used.
                 x = insert(output, _aten.mul.Tensor, (x, weights))
@@ -207,6 +221,14 @@ def _pairs(node: Node) -> Node:
     """ids or weights as [T, K]."""
     value = node.meta["val"]
     return node if value.dim() == 2 else insert(node, _aten.reshape.default, (node, [-1, int(value.shape[-1])]))
+
+
+def _scaled(weights: Node, scale: float) -> Node:
+    """Weights times a constant, in fp32 or wider: what was a product with the rows must not round the weights."""
+    if scale == 1.0:
+        return weights
+    wide = torch.promote_types(weights.meta["val"].dtype, torch.float32)
+    return insert(weights, _aten.mul.Tensor, (_cast(weights, wide), scale))
 
 
 def _shaped_like(raised: Node, output: Node) -> Node:
@@ -264,6 +286,8 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
         "layout": "per expert" if len(match.down) > 1 else "packed" if not match.up else "separate gate and up",
         **({"packing": spec.packing} if spec.packing != "gate_up" else {}),
         **({"biases": _biased(match)} if _biased(match) else {}),
+        **({"weights_scale": match.weights_scale} if match.weights_scale != 1.0 else {}),
+        **({"drops": "choices that the model's own rule took out"} if match.chosen_TKE is not None else {}),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "compute_dtype": str(spec.compute_dtype).removeprefix("torch."),
     }

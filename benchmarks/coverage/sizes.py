@@ -83,7 +83,14 @@ def token_ids(config: Any) -> dict[str, Any]:
 
 def _encoder_decoder(config: Any) -> dict[str, Any]:
     ids_BS = token_ids(config)["input_ids"]
-    return {"input_ids": ids_BS, "decoder_input_ids": ids_BS[:, :7], "use_cache": False}
+    # Switch makes up this mask in eager only, and compiled fails without one.
+    mask_BS = torch.ones_like(ids_BS)
+    return {
+        "input_ids": ids_BS,
+        "attention_mask": mask_BS,
+        "decoder_input_ids": ids_BS[:, :7],
+        "use_cache": False,
+    }
 
 
 def _image(config: Any) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def holding(module: nn.Module) -> Holding | None:
     """What experts a module holds, whether or not one of our forms can run them; None when it holds none.
 
     Experts are the modules of a list or dict that are MLPs, or at least two parameters [E, ., .] in the module or in a
-    child of it. Modules that hold experts themselves are layers, not experts.
+    child of it, or at least two [E * I, H] where the module or the child names E. Modules that hold experts themselves
+    are layers, not experts.
     """
     for bank in _module_banks(module):
         return Holding(bank.count, bank.width)
@@ -94,7 +95,20 @@ def holding(module: nn.Module) -> Holding | None:
         if len(packed) > 1:
             # Experts that only pass their rows on may have no part in one of the parameters.
             return Holding(max(value.shape[0] for value in packed), 0)
+        flat = [value for value in owner.parameters(recurse=False) if value.dim() == 2]
+        if len(flat) > 1 and len({value.shape for value in flat}) == 1:
+            rows, width = flat[0].shape
+            counts = {count for named in (module, owner) for count in _named_counts(named) if rows % count == 0}
+            if counts:
+                return Holding(max(counts), width)
     return None
+
+
+def _named_counts(module: nn.Module) -> Iterator[int]:
+    """The numbers of experts that a module's attributes name: num_experts, moe_num_experts, n_routed_experts."""
+    for name, value in vars(module).items():
+        if isinstance(value, int) and value > 1 and "expert" in name and {"num", "n"} & set(name.split("_")):
+            yield value
 
 
 def banks_of(module: nn.Module) -> Iterator[ExpertBank]:

@@ -6,10 +6,11 @@ there. There is no other way to fail: the runner records how far each attempt ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -137,16 +138,19 @@ def experts_spec(activation: Activation, matmul: Node, output: Node, weight_at: 
     )
 
 
-def check_sizes(x: Node, ids: Node, weights: Node | None, per_pair: bool = False) -> None:
+def check_sizes(
+    x: Node, ids: Node, weights: Node | None, per_pair: bool = False, pairs: Sequence[sympy.Expr] | None = None
+) -> None:
     """x [T, H], ids [T, K] and weights [T, K] must agree on T and K for every T.
 
     ids and weights may have more dimensions in front: raising flattens those. per_pair: x has a row for each id.
+    pairs: (T, K) where the shape of the ids does not say it.
     """
     require(len(shape_of(x)) == 2, "the tokens are not a [T, H] matrix", x)
     if per_pair:
         require(same_size(shape_of(x)[0], elements_of(shape_of(ids))), "ids and rows differ in their number", ids)
         return
-    tokens, k = elements_of(shape_of(ids)[:-1]), shape_of(ids)[-1]
+    tokens, k = pairs if pairs is not None else (elements_of(shape_of(ids)[:-1]), shape_of(ids)[-1])
     require(same_size(shape_of(x)[0], tokens), "ids and tokens differ in their number of rows", ids)
     if weights is not None:
         own = shape_of(weights)

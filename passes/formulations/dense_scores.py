@@ -59,7 +59,7 @@ def choose(b: Bindings) -> None:
     ids = match_choice(ids)
     require(_are_distinct(ids), "the scattered weights have no top-k", node)
     require(not is_written(strip_ids(ids)), "the ids of the top-k are written to before they are scattered", node)
-    b.bind(ids=ids, weights=match_weights(values, ids, node), router=None, logits=None)
+    b.bind(ids=ids, weights=match_weights(values, shape_of(ids), node), router=None, logits=None)
 
 
 def _are_distinct(ids: Node) -> bool:
@@ -98,7 +98,7 @@ def _choose_by_one_hot(b: Bindings, scores: Node) -> None:
         # Tokens with the sum of two weights are not what two weighted tokens give.
         distinct = b.weight_at == "output" or (_are_distinct(ids) and not is_written(strip_ids(ids)))
         require(distinct, "nothing shows that a token chooses an expert only once", product)
-        b.bind(ids=ids, weights=match_weights(column, ids, product), router=None, logits=None)
+        b.bind(ids=ids, weights=match_weights(column, shape_of(ids), product), router=None, logits=None)
         return
     raise Miss("the summed scores are no one-hot encoding of the ids times weights", product)
 

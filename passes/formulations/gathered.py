@@ -231,7 +231,7 @@ def combine_pairs(b: Bindings) -> None:
         output = combine.match_sum_over_k(combine.next_step(b.anchor, "the experts' rows"), b.anchor, b.tokens, b.k)
     else:
         weight, product, output = combine.match_weighted_sum(b.last, b.tokens, b.k)
-    b.bind(weights=match_weights(weight, b.ids, product), output=trailing_cast(output))
+    b.bind(weights=match_weights(weight, shape_of(b.ids), product), output=trailing_cast(output))
 
 
 def _end_with_rows(b: Bindings, norm: Node) -> None:

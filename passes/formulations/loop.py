@@ -7,6 +7,8 @@ Every step looks only at the users of an expert's own index nodes, so the work i
 
 from __future__ import annotations
 
+import math
+
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
@@ -28,7 +30,6 @@ from moe_compiler.passes.formulations.picks import Pick
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
-    elements_of,
     is_index_cast,
     is_op,
     is_zeros,
@@ -42,9 +43,11 @@ from moe_compiler.passes.formulations.walk import (
     users_through,
     view_or_cast,
 )
+from moe_compiler.passes.formulations.weighing import constant_factor
 
 __all__ = ["accumulate", "compute", "finish", "part", "weigh"]
 
+_SCALE = "scale the routing weights, or the result of all experts"
 _ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_")
 
 
@@ -116,7 +119,7 @@ def _is_choice(pick: Pick, index: object) -> bool:
 def _check_once(b: Bindings, node: Node) -> None:
     """Rows written without accumulation keep one of two that a token adds: no token may choose an expert twice."""
     require(
-        are_distinct(b.ids),
+        b.pairs[-1] == 1 or are_distinct(b.ids),
         "rows are written without accumulation, and nothing shows that a token chooses an expert only once",
         node,
         "take the ids from a top-k, or add the rows with index_add",
@@ -140,21 +143,44 @@ def _increment(pick: Pick) -> Node:
 
 
 def weigh(b: Bindings) -> None:
-    """Each expert's rows are multiplied by w[t, j] after the expert; else before it or inside, which `compute` sees."""
+    """Each expert's rows are multiplied by w[t, j] after the expert; else before it or inside, which `compute` sees.
+
+    Around that they may be multiplied by a constant, the same for all experts (NLLB: 1 - dropout). The weights take it,
+    in fp32 or wider: a row (y * w) * c is rounded twice, and y * (w * c) once, since the weights are not rounded to the
+    rows' dtype again. All are products, so nothing differs but roundings, in the gradients as well.
+    """
     weights: dict[Node, None] = {}
+    scales: dict[float, int] = {}
     for pick in b.picks:
         assert pick.rows is not None
+        pick.rows, scale = _unscaled(pick.rows)
+        scales.setdefault(scale, pick.expert)
         rows = strip_views_casts(pick.rows)
         if is_op(rows, "mul"):
             weight, value = _weighted(b, pick, rows)
             pick.rows, pick.weight_at = value, "output"
             weights.setdefault(weight)
+    (scale, expert), *others = scales.items()
+    for other, of in others:
+        raise Miss(f"the rows of expert {expert} are scaled by {scale:g}, those of expert {of} by {other:g}", b.anchor)
+    b.bind(scale=scale)
     at_output = {pick.weight_at == "output" for pick in b.picks}
     require(len(at_output) == 1, "some experts' rows are weighted and some are not", b.anchor)
     if at_output == {True}:
         b.bind(weights=_only(list(weights), "experts use different routing weights", b.anchor), weight_at="output")
     else:
+        behind = f"rows are scaled by {scale:g} behind experts that are weighted elsewhere"
+        require(scale == 1.0, behind, b.anchor, _SCALE)
         b.bind(weights=None, weight_at="input")
+
+
+def _unscaled(rows: Node) -> tuple[Node, float]:
+    """(rows, c) of rows that are multiplied by a constant c, 1 when they are not; behind casts and views."""
+    found, scale = constant_factor(strip_views_casts(rows)), 1.0
+    while found is not None and math.isfinite(found[1]):
+        rows, scale = found[0], scale * found[1]
+        found = constant_factor(strip_views_casts(rows))
+    return rows, scale
 
 
 def part(b: Bindings) -> None:
@@ -195,7 +221,7 @@ def _weighted(b: Bindings, pick: Pick, product: Node) -> tuple[Node, Node]:
         len(operands) == 2,
         f"the rows of expert {pick.expert} are scaled by a constant",
         product,
-        "scale the routing weights, or the result of all experts",
+        _SCALE,
     )
     for weight, rows in (operands, operands[::-1]):
         found = _pair_weights(b, pick, weight)
@@ -217,7 +243,7 @@ def _pair_weights(b: Bindings, pick: Pick, column: Node) -> Node | None:
     )
     full = shape_of(column)
     require(len(full) == 2 and full[1] == 1, "the routing weight is not one number a row", column)
-    return match_weights(index.args[0], b.ids, index)
+    return match_weights(index.args[0], b.pairs, index)
 
 
 def compute(b: Bindings) -> None:
@@ -310,11 +336,11 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
     if b.weight_at == "input" and pick.activation.weight is None:
         require(is_op(rows, "mul"), f"the rows of expert {pick.expert} are never weighted", rows)
         weight, value = _weighted(b, pick, rows)
-        check_weighted_input(value, dtype_of(product.node), int(shape_of(b.ids)[-1]))
+        check_weighted_input(value, dtype_of(product.node), int(b.pairs[-1]))
         rows = strip_views_casts(value)
     source, index = _gathered(pick, rows)
     require(_is_token(pick, index), f"expert {pick.expert} reads other tokens than it picked", rows)
-    return token_rows(source, elements_of(shape_of(b.ids)[:-1]), rows), weight
+    return token_rows(source, b.tokens, rows), weight
 
 
 def _gathered(pick: Pick, rows: Node) -> tuple[Node, Node]:
@@ -332,7 +358,7 @@ def _gathered(pick: Pick, rows: Node) -> tuple[Node, Node]:
 
 def finish(b: Bindings, formulation: str) -> Match:
     """The Match of an unrolled loop: E separate matrices a projection, or the packed tensor that they are slices of."""
-    check_sizes(b.x, b.ids, b.weights)
+    check_sizes(b.x, b.ids, b.weights, pairs=b.pairs)
     first = [[_stored(pick.first[i]) for pick in b.picks] for i in range(len(b.picks[0].first))]
     down = [_stored(pick.down) for pick in b.picks]
     packed = b.activation.gate.part is not None
@@ -352,6 +378,9 @@ def finish(b: Bindings, formulation: str) -> Match:
         spec=experts_spec(b.activation, b.down.node, b.output, b.weight_at),
         x_TH=b.x,
         ids_TK=b.ids,
+        weights_scale=b.scale,
+        one_each=b.roles.get("one_each", False),
+        chosen_TKE=b.roles.get("chosen"),
         weights_TK=b.weights,
         gate=gate,
         up=up,

@@ -11,13 +11,14 @@ from moe_compiler.passes.formulations.walk import (
     arg,
     is_op,
     item_of,
+    same_value,
     shape_of,
     strip_casts,
     strip_views,
     swaps_last_two,
 )
 
-__all__ = ["collect", "plain_product", "stored"]
+__all__ = ["are_all", "collect", "plain_product", "stored"]
 
 
 def plain_product(node: Node, what: str, *, biased: bool = False) -> Product:
@@ -62,3 +63,18 @@ def collect(matrices: list[Node]) -> tuple[Node, ...]:
         if shape_of(packed)[0] == sympy.Integer(len(matrices)):
             return (packed,)
     return tuple(matrices)
+
+
+def are_all(matrices: tuple[Node, ...]) -> bool:
+    """Are these the matrices of all the experts that there are: a packed tensor, or all the slices of one?
+
+    Each slice may be of a view of its own, so that only one with all of them is a tensor to hand on.
+    """
+    slices = [_slice_of(matrix) for matrix in matrices]
+    if len(matrices) == 1 or slices[0] is None:
+        return len(matrices) == 1
+    packed, _ = slices[0]
+    ordered = all(
+        found is not None and found[1] == e and same_value(found[0], packed) for e, found in enumerate(slices)
+    )
+    return ordered and shape_of(packed)[0] == sympy.Integer(len(matrices))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from moe_compiler.passes.formulations.pairs import is_counting
-from moe_compiler.passes.formulations.walk import arg, is_op, require, shape_of, strip_ids
+from moe_compiler.passes.formulations.walk import (
+    arg,
+    is_op,
+    require,
+    same_shape,
+    shape_of,
+    strip_ids,
+    strip_views,
+)
 
-__all__ = ["encoded_ids", "is_encoding"]
+__all__ = ["encoded_ids", "is_encoding", "is_kept_part"]
 
 
 def is_encoding(node: Node) -> bool:
@@ -24,6 +33,24 @@ def encoded_ids(node: Node) -> tuple[Node, int]:
     experts = arg(node, "num_classes")
     require(isinstance(experts, int) and experts > 0, "the number of classes comes from the data", node)
     return node.args[0], experts  # type: ignore[return-value]
+
+
+def is_kept_part(product: Node, encoding: Node) -> bool:
+    """Is this the encoding times a map of its shape of what is kept, so that what is left is zeros and ones, too?"""
+    if not is_op(product, "mul", "logical_and", "bitwise_and", "__and__") or len(product.args) < 2:
+        return False
+    others = [operand for operand in product.args[:2] if operand is not encoding]
+    kept = others[0] if len(others) == 1 else None
+    return isinstance(kept, Node) and _is_truth(kept) and same_shape(shape_of(kept), shape_of(encoding))
+
+
+def _is_truth(node: Node) -> bool:
+    """Truth values, or the numbers 0 and 1 that they were converted to."""
+    while is_op(node, "to", "_to_copy", "type_as") or strip_views(node) is not node:
+        node = strip_views(node) if strip_views(node) is not node else node.args[0]  # type: ignore[assignment]
+        if node.meta["val"].dtype == torch.bool:
+            return True
+    return bool(node.meta["val"].dtype == torch.bool)
 
 
 def _compared(node: Node) -> tuple[Node, Node] | None:

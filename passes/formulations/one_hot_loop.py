@@ -4,21 +4,33 @@
     y.index_add_(0, t, expert_e(x[None, t].reshape(-1, H)) * w[t, j, None])
 
 The masks may be permuted in any way, or be comparisons of the ids with all of 0 .. E-1 at once. All experts must be
-there.
+there. A capacity may drop choices before the loop, by whatever rule: one_hot(ids, E) * kept (Switch). The map that is
+left is an operand of the block: what it does not hold gets the id of no expert.
 """
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.moe_ir import Match
 from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
-from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding
-from moe_compiler.passes.formulations.pairs import match_choice
+from moe_compiler.passes.formulations.matrices import are_all
+from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding, is_kept_part
+from moe_compiler.passes.formulations.pairs import in_range, match_choice
 from moe_compiler.passes.formulations.picks import Pick, complete, picks_of_mask, reordered
-from moe_compiler.passes.formulations.walk import elements_of, is_op, require, shape_of
+from moe_compiler.passes.formulations.walk import (
+    dtype_of,
+    elements_of,
+    is_op,
+    require,
+    same_shape,
+    shape_of,
+    strip_ids,
+    view_or_cast,
+)
 
 __all__ = ["ONE_HOT_LOOP"]
 
@@ -29,14 +41,53 @@ def anchors(graph: Graph) -> list[Node]:
 
 
 def masks(b: Bindings) -> None:
-    """The one-hot encoding of [T, K] ids; one mask an expert, and where it is set."""
+    """The one-hot encoding of the ids, or what a rule leaves of it; one mask an expert, and where it is set."""
     source, experts = encoded_ids(b.anchor)
-    require(len(shape_of(source)) == 2, "the one-hot encoding is not of [T, K] ids", b.anchor)
-    picks = _picks(b.anchor, "tke")
-    require(bool(picks), "no expert picks its tokens from this one-hot encoding", b.anchor)
-    ids = match_choice(source)
-    b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
+    found = _map(b.anchor, source)
+    require(found is not None, "no expert picks its tokens from this one-hot encoding", b.anchor)
+    assert found is not None
+    chosen, dropped, picks = found
+    *_, k, _ = shape_of(chosen)
+    tokens = elements_of(shape_of(chosen)[:-2])
+    one_each = shape_of(source)[-1:] != (k,) or len(shape_of(source)) == 1
+    ids = strip_ids(source) if one_each else match_choice(source)
+    require(not dtype_of(ids).is_floating_point, "the experts are chosen by numbers that are no integers", ids)
+    # A class more than there are experts is for ids that stand for none: nobody picks it.
+    spare = {pick.expert for pick in picks} == set(range(experts - 1)) and not _all_chosen(ids, experts)
+    experts -= spare
+    b.bind(spare=spare, running=experts, one_each=one_each, chosen=chosen if dropped else None)
+    b.bind(ids=ids, experts=experts, tokens=tokens, pairs=(tokens, k))
     b.bind(picks=complete(picks, experts, b.anchor))
+
+
+def _map(encoding: Node, source: Node) -> tuple[Node, bool, list[Pick]] | None:
+    """(the map [T, K, E] that experts pick from, was a part of the choices dropped, the picks); None without picks.
+
+    It is the encoding of [T, K] ids, a view with one dimension for all tokens, and one for the choices of a token where
+    the ids have none (an argmax); or the product of these with a map of what is kept: a capacity.
+    """
+    size, k = elements_of(shape_of(source)), shape_of(source)[-1]
+    shapes = [(size / k, k), (size, sympy.Integer(1))] if k.is_Integer and k != 0 else [(size, sympy.Integer(1))]
+    pending, seen = [(encoding, False)], {encoding}
+    while pending:
+        node, dropped = pending.pop(0)
+        if len(shape_of(node)) == 3 and any(same_shape(shape_of(node)[:-1], shape) for shape in shapes):
+            picks = _picks(node, "tke")
+            if picks:
+                return node, dropped, picks
+        for user in node.users:
+            keeps, same = is_kept_part(user, node), _is_same_map(user, node)
+            if (keeps or same) and user not in seen:
+                seen.add(user)
+                pending.append((user, dropped or keeps))
+    return None
+
+
+def _is_same_map(user: Node, node: Node) -> bool:
+    """A cast of zeros and ones, or a view that leaves the experts their dimension."""
+    if is_op(user, "to", "_to_copy", "type_as"):
+        return user.args[0] is node
+    return view_or_cast(user) and shape_of(user)[-1:] == shape_of(node)[-1:]
 
 
 def _picks(node: Node, letters: str) -> list[Pick]:
@@ -56,8 +107,18 @@ def _picks(node: Node, letters: str) -> list[Pick]:
     return found
 
 
+def _all_chosen(ids: Node, experts: int) -> bool:
+    """Is the last of the experts one that ids can choose, as far as is known?"""
+    return not in_range(ids, experts - 1) and in_range(ids, experts)
+
+
 def finish(b: Bindings) -> Match:
-    return loop.finish(b, "one_hot_loop")
+    match = loop.finish(b, "one_hot_loop")
+    # Weights of so many experts, or ids below that, say that none is missing in this graph.
+    missing = f"expert {b.running} of {b.running + 1} never picks its tokens"
+    known = not b.spare or in_range(b.ids, b.running) or (are_all(match.down) and are_all(match.gate))
+    require(known, missing, b.anchor, "all experts of a block must run in one graph")
+    return match
 
 
 class Expert(torch.nn.Module):

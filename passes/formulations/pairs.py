@@ -6,7 +6,7 @@ is behind a flattened one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import sympy
 from torch.fx import Node
@@ -200,12 +200,13 @@ def _is_last(dim: int, tensor: Node) -> bool:
     return dim % len(shape_of(tensor)) == len(shape_of(tensor)) - 1
 
 
-def match_weights(weight: Node, ids: Node, node: Node) -> Node:
+def match_weights(weight: Node, shape: Sequence[sympy.Expr], node: Node) -> Node:
     """The [T, k] routing weights behind the operand of a product; `node` is the product, for the reader.
+
+    shape: that of the ids, whose last dimension is k.
 
     A cast that rounds them is not looked through: the operator takes weights of any floating dtype.
     """
-    shape = shape_of(ids)
     found = pairs_matrix(weight, elements_of(shape[:-1]), int(shape[-1]), view_or_widening)
     require(found is not None, "the routing weights are not one number a (token, expert) pair", node)
     assert found is not None

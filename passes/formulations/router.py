@@ -248,7 +248,7 @@ def _check_operands(
     tokens, experts = folded(shape_of(logits), 2)
     for node in (selection.ids, weights):
         shape = shape_of(node)
-        one_each = selection.k == 1 and len(shape) == 1 and same_size(shape[0], tokens)
+        one_each = selection.k == 1 and same_size(elements_of(shape), tokens)
         rows = len(shape) > 1 and same_shape(folded(shape, 2), (tokens, sympy.Integer(selection.k)))
         require(one_each or rows, "weights and ids are not [T, K]", node, STAYS)
         sizes = [size for size in shape if not size.is_Integer]

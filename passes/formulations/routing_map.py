@@ -138,7 +138,7 @@ def scattered_weights(b: Bindings, scores: Node) -> Node:
     require(plain, "the dense weights are not scattered into zeros along the experts", scores)
     at_ids = isinstance(index, Node) and strip_ids(index) is strip_ids(b.ids)
     require(at_ids, "the weights are scattered at other ids than the map", scores)
-    return match_weights(weights, b.ids, scores)  # type: ignore[arg-type]
+    return match_weights(weights, shape_of(b.ids), scores)  # type: ignore[arg-type]
 
 
 def finish(b: Bindings) -> Match:

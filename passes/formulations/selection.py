@@ -10,9 +10,9 @@ from torch.fx import Node
 from moe_compiler.moe_ir import Miss, op_name
 from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.quantised import HINT, quantised_below
-from moe_compiler.passes.formulations.walk import arg, is_op, shape_of
+from moe_compiler.passes.formulations.walk import arg, is_op, shape_of, strip_views_casts, view_or_cast
 
-__all__ = ["chooses_scores", "chosen_ids", "explain_selection", "leads_to"]
+__all__ = ["chooses_scores", "chosen_ids", "explain_selection", "leads_to", "masks_products"]
 
 _FEW_EXPERTS = 4096
 _WITHIN = 256  # nodes behind a choice that are looked at
@@ -61,6 +61,40 @@ def explain_selection(choice: Node, ids: Node) -> Miss:
     reason = "no matmul with expert weights was found that these ids select"
     detail, node = _selected(choice, ids)
     return Miss(f"{reason}: {detail}" if detail else reason, node)
+
+
+def masks_products(numbers: Node) -> Miss | None:
+    """Why experts that all run on all tokens are no block, where integers say whose rows are kept (VitPose).
+
+    For each e the rows of one product are multiplied by numbers == e; None when `numbers` is read in another way.
+    """
+    value = numbers.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+        return None
+    found: dict[int, Node] = {}
+    for mask in numbers.users:
+        if is_op(mask, "eq") and isinstance(mask.args[1], int):
+            masked = next((user for user in _users_behind_views(mask) if is_op(user, "mul")), None)
+            rows = [n for n in masked.args[:2] if isinstance(n, Node)] if masked is not None else []
+            if any(contraction(strip_views_casts(node), biased=True) is not None for node in rows):
+                found.setdefault(mask.args[1], masked)  # type: ignore[arg-type]
+    if len(found) < 2:
+        return None
+    return Miss(
+        "all experts run on all tokens and a mask keeps each one's rows: no tokens are selected for an expert, "
+        "and no choice among scores says whose rows are kept",
+        next(iter(found.values())),
+        "none where an expert is one matrix; an MLP can select its tokens first, as in where_loop: "
+        "torch.where(ids == e)",
+    )
+
+
+def _users_behind_views(node: Node) -> list[Node]:
+    """The users of a node and of its views and casts."""
+    found: list[Node] = []
+    for user in node.users:
+        found += _users_behind_views(user) if view_or_cast(user) or is_op(user, "to", "_to_copy") else [user]
+    return found
 
 
 def _selected(choice: Node, ids: Node) -> tuple[str, Node]:

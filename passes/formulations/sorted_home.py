@@ -214,11 +214,11 @@ def _in_pair_order(b: Bindings, step: Node) -> Node:
     """The result [T, H] of rows that `step` brought into pair order: weighted, if not before, and summed over k."""
     single = b.k == 1 and len(shape_of(step)) == 2
     if not b.weight_at and single and is_op(last := _consumer(step, "the experts' rows"), "mul"):
-        take(b, match_weights(_weight(b, last, step), b.ids, last), "output", last)
+        take(b, match_weights(_weight(b, last, step), shape_of(b.ids), last), "output", last)
         return last
     if not b.weight_at:
         weight, product, output = combine.match_weighted_sum(step, b.tokens, b.k)
-        take(b, match_weights(weight, b.ids, product), "output", product)
+        take(b, match_weights(weight, shape_of(b.ids), product), "output", product)
         return output
     if single:
         return step

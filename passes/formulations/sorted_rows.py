@@ -102,7 +102,7 @@ def sort(b: Bindings) -> None:
         found = scaled(strip_views_casts(source))
         if found is not None:
             require("input_weight" not in b.roles, "the rows are weighted twice", source)
-            take(b, match_weights(found[1], ids, source), "input", source)
+            take(b, match_weights(found[1], shape_of(ids), source), "input", source)
             b.bind(weighted_rows=strip_casts(found[0]))
             source = found[0]
         b.bind(x=token_rows(source, tokens, b.rows) if own == 1 else match_pair_rows(source, tokens, own))

@@ -50,7 +50,7 @@ def sorted_weights(b: Bindings, column: Node) -> Node | None:
     assert gathered is not None
     at_perm = same_value(strip_ids(gathered[1]), b.perm)
     require(at_perm, "the routing weights are gathered by another index than perm", node)
-    return match_weights(gathered[0], b.ids, node)
+    return match_weights(gathered[0], shape_of(b.ids), node)
 
 
 def weigh_input(b: Bindings, compute: torch.dtype) -> None:

@@ -37,7 +37,7 @@ from moe_compiler.passes.formulations.walk import (
     widens,
 )
 
-__all__ = ["Weighing", "weigh"]
+__all__ = ["Weighing", "constant_factor", "weigh"]
 
 _DIVIDE = "the operator divides by weights.sum(-1, keepdim=True) alone, plus or at least a constant"
 _SCALE = "scale the weights after they are divided by their sum"
@@ -158,7 +158,7 @@ def _constant(value: object) -> float | None:
     return float(torch.tensor(found, dtype=dtype_of(value)))
 
 
-def _constant_factor(node: Node) -> tuple[Node, float] | None:
+def constant_factor(node: Node) -> tuple[Node, float] | None:
     """(operand, constant) of a product with one; of a division where it is the same product to the last bit."""
     if len(node.args) < 2 or not is_op(node, "mul", "div"):
         return None
@@ -202,7 +202,7 @@ def weigh(node: Node, selection: Selection) -> Weighing:
     while True:
         # One weight a token may lose its dimension, [T] of [T, 1]; else the rows of k must stay what they are.
         node = w.source = strip_views(w.source) if selection.k == 1 else row_source(w.source)
-        scaled, own = _constant_factor(node), _factors(node, selection)
+        scaled, own = constant_factor(node), _factors(node, selection)
         if is_cast(node):
             w.source = node.args[0]  # type: ignore[assignment]
         elif scaled is not None:

@@ -54,7 +54,8 @@ def comparisons(b: Bindings) -> None:
         experts = int(width)
     ids = match_choice(b.anchor)
     picks = [pick for mask, expert in compared.items() for pick in picks_of_mask(expert, mask, "tk")]
-    b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
+    tokens = elements_of(shape_of(ids)[:-1])
+    b.bind(ids=ids, experts=experts, tokens=tokens, pairs=(tokens, shape_of(ids)[-1]))
     b.bind(picks=complete(picks, experts, b.anchor))
 
 

@@ -118,20 +118,3 @@ def test_inside_of_an_autocast_region_values_have_the_dtypes_that_eager_gives():
         ]
 
     assert switches(traced) == switches(dynamo) and len(switches(traced)) == 2
-
-
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
-def test_transforms_of_torch_func_are_refused_and_still_right(transform):
-    from moe_compiler.backend import last_reports, moepdl
-
-    def function(x):
-        if transform == "jvp":
-            return torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1]
-        if transform == "vmap":
-            return torch.func.vmap(torch.sin)(x)
-        return torch.func.grad(lambda y: torch.sin(y).sum())(x)
-
-    x = torch.randn(3)
-    out = torch.compile(function, backend=moepdl, options={"remainder": "eager"})(x)
-    torch.testing.assert_close(out, function(x))
-    assert any("torch.func transform" in note for note in last_reports()[-1].notes)

@@ -111,3 +111,18 @@ def test_fragments_survive_json_are_folded_and_shown():
     assert len(merged.fragments) == 2
     older = {key: value for key, value in report.to_dict().items() if key != "fragments"}
     assert Report.from_dict(older).fragments == []
+
+
+def test_code_that_fails_under_torch_compile_alone_is_told_with_its_error():
+    """Switch makes up a mask in eager only: without one Dynamo sees None[...]."""
+
+    def function(x, mask=None):
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones_like(x)
+        return x * mask[:, None]
+
+    with torch.no_grad():
+        report = explain(function, torch.randn(3))
+    (note,) = [note for note in report.notes if "does not make one graph" in note]
+    assert "the model's own code raises while Dynamo runs through it" in note
+    assert "'NoneType' object is not subscriptable" in note and "give the model the input" in note

@@ -86,6 +86,45 @@ def test_a_checkpoint_is_a_plain_region_and_cond_is_not():
     assert not torch_private.is_plain_region(torch.ops.higher_order.cond)
 
 
+def test_the_calls_of_a_transform_are_known_by_what_they_do():
+    found = []
+
+    def backend(module, inputs):
+        found.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    def function(x):
+        y = torch.func.vmap(torch.sin)(x)
+        return y + torch.func.jvp(torch.cos, (x,), (x,))[1] + torch.func.grad(lambda v: v.sum())(x)
+
+    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2))
+    steps = [torch_private.transform_step(target) for target in found if torch_private.transform_step(target)]
+    assert steps == [1, -1, 1, 1, -1, -1, 1, -1]  # jvp enters two
+    assert [step for target in found if (step := torch_private.hooks_step(target))] == [1, -1]
+    switches = [target for target in found if torch_private.is_transform_switch(target)]
+    assert len(switches) == 4  # forward gradients on and back, the mark on a leaf allowed and forbidden again
+    assert not torch_private.is_transform_call(torch.sin) and torch.sin in found
+
+
+def test_a_dispatch_mode_sees_the_operators_inside_of_a_transform():
+    seen = []
+
+    class Mode(torch_private.dispatch_mode_base()):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.func.vmap(lambda row: row.add_(1))(torch.ones(2, 2))
+    assert torch.ops.aten.add_.Tensor in seen
+
+
+def test_a_tensor_of_a_transform_is_known():
+    kept = []
+    torch.func.vmap(lambda row: kept.append(row) or row)(torch.ones(2, 2))
+    assert torch_private.is_wrapped_by_transform(kept[0]) and not torch_private.is_wrapped_by_transform(torch.ones(2))
+
+
 def test_a_graph_that_ddp_cut_is_known_by_its_reason():
     import inspect
 

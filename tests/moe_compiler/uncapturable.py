@@ -234,6 +234,41 @@ class BiasedPackedLoop(Block):
         return out.view(hidden.shape)
 
 
+class FlatExperts(nn.Module):
+    """Packed parameters [E * I, H], of which an expert gets its part (dbrx)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.v1, self.w2 = (nn.Parameter(torch.randn(E * I, H) * H**-0.5) for _ in range(3))
+
+    def forward(self, x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+        return (F.silu(x.matmul(w1.T)) * x.matmul(v1.T)).matmul(w2)
+
+
+class FlatLoop(Block):
+    """dbrx: the loop over the experts that were hit, with a class for none, over views of flat parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = FlatExperts()
+        self.num_experts, self.num_experts_per_tok = E, K
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        _, weights, ids = self.route(flat)
+        out = torch.zeros_like(flat)
+        mask = F.one_hot(ids, num_classes=self.num_experts + 1).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for number in hit:
+            number = number[0]
+            place, token = torch.where(mask[number])
+            parts = [w.view(-1, I, H)[number] for w in (self.experts.w1, self.experts.v1, self.experts.w2)]
+            rows = self.experts(flat[token], *parts) * weights[token, place, None]
+            out.index_add_(0, token, rows)
+        return out.view(hidden.shape)
+
+
 BLOCKS = {
-    cls.__name__: cls for cls in (HitLoop, RangeSkip, NumelBranch, MoeInfer, FlatInfer, PackedLoop, BiasedPackedLoop)
+    cls.__name__: cls
+    for cls in (HitLoop, RangeSkip, NumelBranch, MoeInfer, FlatInfer, PackedLoop, BiasedPackedLoop, FlatLoop)
 }

@@ -332,3 +332,30 @@ def test_a_write_into_a_part_of_a_copy_of_the_ids_counts(write, loop):
 
     module, x = Module(), torch.randn(12, H)
     torch.testing.assert_close(compile_eager(module)(x), module(x))
+
+
+class MaskedByInput(torch.nn.Module):
+    """VitPose: every expert on all tokens, and the number of a sequence's data set says whose rows count."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(16, 8) for _ in range(experts))
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        numbers = numbers.view(-1, 1, 1)
+        total = torch.zeros_like(x[..., :8])
+        for number, expert in enumerate(self.experts):
+            total = total + expert(x) * (numbers == number)
+        return total
+
+
+def test_experts_that_an_input_masks_are_named_with_their_line():
+    report = agrees(MaskedByInput(), torch.randn(2, 5, 16), torch.tensor([0, 2]))
+    (miss,) = report.misses
+    assert "no choice among scores says whose rows are kept" in miss.reason and miss.step == "anchor"
+    assert "total + expert(x) * (numbers == number)" in miss.at and "torch.where" in miss.hint
+
+
+def test_one_mask_is_no_experts():
+    """A padding mask looks the same, but for one number."""
+    assert not agrees(MaskedByInput(1), torch.randn(2, 5, 16), torch.tensor([0, 2])).misses
