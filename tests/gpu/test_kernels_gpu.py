@@ -76,6 +76,9 @@ CASES = [
     Case(6, 2, 90, 46, gated=False, activation="gelu(limit=0.5)", biased=True, routing="one", tokens=(1, 17, 128)),
     Case(60, 4, 704, 96, activation="silu(alpha=1.702)", biased=True, tokens=(1, 33, 1000)),
     Case(160, 6, 96, 704, layout="transposed", routing="skewed", tokens=(2, 1000)),
+    # Rows enough for the kernels with specialised warps.
+    Case(4, 2, 256, 192, tokens=(1000,), routing="skewed"),
+    Case(3, 2, 320, 128, layout="separate", routing="outside", weight_at="input", tokens=(1000,), biased=True),
     Case(4, 2, 2880, 2880, layout="turned_columns", activation=GPT_OSS, biased=True, tokens=(1, 3, 40)),
 ]
 
