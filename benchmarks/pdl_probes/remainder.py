@@ -79,17 +79,16 @@ def scatter(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     """zeros, then index_add: the usual end of a block of experts. Each row has a target of its own: sums are exact."""
     rows = _long(x)
     out = torch.zeros_like(x).index_add(0, ids, rows)
-    again = torch.zeros_like(x).index_add(0, ids, out)
+    again = torch.zeros_like(x).index_add(0, ids, torch.softmax(out, 1))
     return rows, again
 
 
 def reuse(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """Memory that a later kernel is given by Inductor's plan, under another name."""
-    rows = _long(x)
-    sums = rows.sum(1)
-    filled = torch.zeros_like(x).index_add(0, ids, torch.ones_like(x))
-    more = _long(filled + sums[:, None])
-    return sums, torch.zeros_like(x).index_add(0, ids, more)
+    """Zeros in memory that the kernel before them still reads, which Inductor knows by another name."""
+    first = torch.zeros_like(x).index_add(0, ids, _long(x))
+    sums = first.sum(1)
+    second = torch.zeros_like(x).index_add(0, ids, _long(x + sums.unsqueeze(1)))
+    return sums, second
 
 
 def kernels_of(code: str) -> list[str]:
