@@ -51,7 +51,11 @@ _LIKE = {
 
 @dataclass(frozen=True)
 class Edge:
-    """Launch `consumer` reads (raw) what launch `producer` wrote, through these buffers; indices into a variant."""
+    """Launch `consumer` reads (raw) what launch `producer` wrote, through these buffers; indices into a variant.
+
+    Kind "order": neighbours in the stream that share nothing. What stands before such a consumer has to be complete all
+    the same, since later launches build on that.
+    """
 
     producer: int
     consumer: int
@@ -286,7 +290,7 @@ def _positions(
 
 
 def edges(variant: Variant) -> tuple[Edge, ...]:
-    """The dependencies between the launches of a variant, by buffer."""
+    """The dependencies between the launches of a variant: by buffer, and from each launch to its neighbour."""
     writer: dict[str, int] = {}
     found: dict[tuple[int, int], list[str]] = {}
     for index, launch in enumerate(variant.launches):
@@ -297,7 +301,12 @@ def edges(variant: Variant) -> tuple[Edge, ...]:
                     through.append(name)
         for name in launch.outs.values():
             writer[name] = index
-    return tuple(Edge(producer, consumer, tuple(names)) for (producer, consumer), names in sorted(found.items()))
+    for consumer in range(1, len(variant.launches)):
+        found.setdefault((consumer - 1, consumer), [])
+    return tuple(
+        Edge(producer, consumer, tuple(names), "raw" if names else "order")
+        for (producer, consumer), names in sorted(found.items())
+    )
 
 
 def with_pdl(chain: Chain, programmatic: dict[str, frozenset[int]]) -> Chain:
@@ -316,11 +325,15 @@ def with_pdl(chain: Chain, programmatic: dict[str, frozenset[int]]) -> Chain:
 
 
 def to_record(
-    chain: Chain, why: dict[str, dict[int, str]], forecasts: Mapping[str, Forecast] | None = None
+    chain: Chain,
+    why: dict[str, dict[int, str]],
+    forecasts: Mapping[str, Forecast] | None = None,
+    measured: Mapping[str, Mapping[int, float]] | None = None,
 ) -> ChainRecord:
     """What the report shows of a chain.
 
-    why: for each variant and launch why it waits programmatically or not; forecasts: by variant, where there are any.
+    why: for each variant and launch why it waits programmatically or not; forecasts: by variant, where there are any;
+    measured: gain of a programmatic edge by variant and consumer, where there is one.
     """
     shown = []
     for variant in chain.program.variants:
@@ -338,13 +351,18 @@ def to_record(
             )
             for index, launch in enumerate(variant.launches)
         )
-        shown_edges = tuple(_edge_record(variant, edge, why.get(variant.name, {}), known) for edge in edges(variant))
+        gains = (measured or {}).get(variant.name, {})
+        shown_edges = tuple(
+            _edge_record(variant, edge, why.get(variant.name, {}), known, gains) for edge in edges(variant)
+        )
         tokens = None if known is None else known.tokens
         shown.append(VariantRecord(variant.name, variant.max_tokens, launches, shown_edges, tokens))
     return ChainRecord(name=chain.program.name, direction=chain.direction, variants=tuple(shown))
 
 
-def _edge_record(variant: Variant, edge: Edge, why: dict[int, str], known: Forecast | None) -> EdgeRecord:
+def _edge_record(
+    variant: Variant, edge: Edge, why: dict[int, str], known: Forecast | None, gains: Mapping[int, float]
+) -> EdgeRecord:
     neighbours = edge.producer == edge.consumer - 1
     return EdgeRecord(
         producer=edge.producer,
@@ -355,6 +373,7 @@ def _edge_record(variant: Variant, edge: Edge, why: dict[int, str], known: Forec
         if neighbours
         else "not neighbours: complete since the launch between them waited",
         predicted_us=known.boundary_us if known is not None and neighbours else None,
+        measured_us=gains.get(edge.consumer) if neighbours else None,
         through=edge.through,
     )
 

@@ -164,10 +164,12 @@ class LaunchRecord:
 class EdgeRecord:
     """A dependence between two launches, given by their positions in the variant's list.
 
-    kind:         "raw", "war", "waw" (by storage), "order" (a collective's order) or "effect" (a host effect)
+    kind:         "raw", "war", "waw" (by storage), "order" (neighbours in a stream that share nothing; a collective's
+                  order) or "effect" (a host effect)
     programmatic: the consumer is launched with the PDL attribute and may start before the producer ends; `why` says
                   why, or why not
     predicted_us: predicted gain of the programmatic edge, None when there is no model for it
+    measured_us:  what the chain was measured to take longer without the programmatic edge, None when it was not
     through:      the buffers that carry the dependence
     """
 
@@ -178,6 +180,7 @@ class EdgeRecord:
     why: str = ""
     predicted_us: float | None = None
     through: tuple[str, ...] = ()
+    measured_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -273,6 +276,7 @@ class Report:
     options:        `Options.to_dict()`; `origins` says for each key "default", "argument" or "environment"
     environment:    versions, device, capability: text or numbers by name
     predictions:    where predicted times come from, e.g. "NVIDIA H200, shipped"; empty without any
+    measured:       where the measured gains of edges come from, e.g. "measured on NVIDIA H200", or why there are none
     pdl_off:        why no launch is programmatic; empty when PDL is in use or there is no chain
     schedule:       the chains, forward first
     fragments:      where Dynamo broke the frame: what is in pieces is no block, and counts as none
@@ -300,6 +304,7 @@ class Report:
     phases_pending: list[str] = field(default_factory=list)
     pdl_off: str = ""
     predictions: str = ""
+    measured: str = ""
     dump_folder: str | None = None
     repro: str = ""
 
@@ -326,6 +331,7 @@ class Report:
             environment=first.environment,
             pdl_off=next((report.pdl_off for report in reports if report.pdl_off), ""),
             predictions=next((report.predictions for report in reports if report.predictions), ""),
+            measured=next((report.measured for report in reports if report.measured), ""),
             dump_folder=next((report.dump_folder for report in reports if report.dump_folder), None),
         )
         for report in reports:

@@ -173,7 +173,8 @@ def test_a_backward_chain_on_a_gpu(hopper):
     (variant,) = program(module).variants
     assert kernels(variant) == ["grad_act", "grad_down", "grad_gate_up", "grad_pairs", "combine"]
     assert variant.buffers[variant.launches[1].outs["grad_down"]].like == "down"
-    assert {(edge.producer, edge.consumer) for edge in edges(variant)} == {(0, 1), (0, 2), (0, 3), (3, 4)}
+    found = {(edge.producer, edge.consumer): edge.kind for edge in edges(variant)}
+    assert found == {(0, 1): "raw", (0, 2): "raw", (0, 3): "raw", (1, 2): "order", (2, 3): "order", (3, 4): "raw"}
 
 
 def test_a_router_whose_weights_pass_through_something_stays_a_stage_of_its_own(hopper):
