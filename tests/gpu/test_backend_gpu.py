@@ -258,3 +258,23 @@ def test_gpt_oss_is_accurate(implementation):
         assert_block_is_accurate(ours, block, tokens, torch.bfloat16, "cuda", float64_gpt_oss, draws=16)
     (match,) = last_reports()[-1].matches
     assert (match.attributes["packing"], match.attributes["biases"]) == ("interleaved", "gate, down")
+
+
+def test_a_users_triton_kernel_beside_a_block_is_launched():
+    from tests.gpu.late_producer import careless_copy
+
+    block = qwen3_block(torch.bfloat16).cuda()
+
+    def model(x):
+        y = block(x)
+        out = torch.zeros_like(y)
+        careless_copy[(1,)](y, out, y.numel(), 4096, False)
+        return out
+
+    x = torch.randn(1, 7, 32, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = block(x)
+        for remainder in ("eager", "inductor"):
+            torch._dynamo.reset()
+            found = compiled(model, options={"remainder": remainder})(x)
+            assert_accurate(found, expected, float64_block(block, x))
