@@ -174,6 +174,9 @@ def _explain(options: argparse.Namespace) -> int:
         measured = f"gains {report.measured}" if report.measured else ""
         source = "".join(f", {text}" for text in (times, measured) if text)
         print(f"\nlaunches by chain: start and duration{source}\n{schedule_text(report)}")
+        for dag in report.dags:
+            for branch in dag.folded_branches():
+                print(f"{dag.direction} {branch}")
     return DONE
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -23,7 +24,18 @@ from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, VariantRe
 from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, Variant
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["Chain", "Edge", "build_chain", "device_of", "edges", "is_stage_node", "to_record", "tokens_of", "with_pdl"]
+__all__ = [
+    "Chain",
+    "Edge",
+    "build_chain",
+    "device_of",
+    "edges",
+    "is_stage_node",
+    "to_record",
+    "tokens_expr",
+    "tokens_of",
+    "with_pdl",
+]
 
 # Which results of a stage have one row a token ("T") or a pair ("S"); the others keep their recorded sizes.
 _ROWS: dict[str, dict[str, str]] = {
@@ -205,11 +217,17 @@ def device_of(node: Node) -> str:
     return value.device.type
 
 
-def tokens_of(node: Node) -> int | None:
-    """T of a stage where it is a constant of the graph; None where it is a symbol or the stage has no row a token."""
+def tokens_expr(node: Node) -> sympy.Expr | None:
+    """T of a stage in the symbols of its graph; None for a stage that has no row a token."""
     named = named_arguments(node)
     rows = [size_expr(named[key].meta["val"].shape[0]) for key in _BY_TOKEN if isinstance(named.get(key), Node)]
-    return int(rows[0]) if rows and rows[0].is_Integer else None
+    return rows[0] if rows else None
+
+
+def tokens_of(node: Node) -> int | None:
+    """T of a stage where it is a constant of the graph; None where it is a symbol or the stage has no row a token."""
+    tokens = tokens_expr(node)
+    return int(tokens) if tokens is not None and tokens.is_Integer else None
 
 
 def _results(

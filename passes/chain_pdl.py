@@ -15,6 +15,8 @@ import networkx as nx
 from torch.fx import Graph, Node
 
 from moe_compiler import device
+from moe_compiler.branches import branches
+from moe_compiler.branches import to_record as branch_record
 from moe_compiler.dag import build_dag, convex, neighbourhood, to_record
 from moe_compiler.edge_gain import Gains, gains, provable
 from moe_compiler.errors import PdlUnavailable
@@ -125,8 +127,12 @@ def chain_pdl(graph: Graph, context: Context) -> int:
     def time_us(stage: str, sizes: dict[str, int]) -> float | None:
         return None if model is None else model.time_us(stage, sizes, LARGE if tokens is None else tokens)
 
-    context.report.dags.append(to_record(neighbourhood(dag, stages), direction, time_us))
-    for group in _groups(graph, dag):
+    groups = _groups(graph, dag)
+    beside = [branch for group in groups for branch in branches(dag, group)]
+    shown = neighbourhood(dag, [*stages, *(node for branch in beside for node in branch.nodes)])
+    found = [branch_record(branch, model, LARGE if tokens is None else tokens) for branch in beside]
+    context.report.dags.append(to_record(shown, direction, time_us, found))
+    for group in groups:
         chain = build_chain(group, direction=direction, name=f"moe_{direction}")
         off = _why_off(context, chain)
         auto = context.options.pdl == "auto"
