@@ -156,7 +156,8 @@ def _chain_us(stages: Iterable[Node], model: DeviceModel | None, tokens: int) ->
             sizes.setdefault(name, size)
     total = [0.0, 0.0, 0.0]
     for node in stages:
-        time, bounds = (ask(op_name(node), sizes, tokens) for ask in (model.time_us, model.bounds_us))
+        time = model.time_us(op_name(node), sizes, tokens)
+        bounds = model.bounds_us(op_name(node), sizes, tokens)
         if time is None or bounds is None:
             return None
         total = [a + b for a, b in zip(total, (time, *bounds), strict=True)]

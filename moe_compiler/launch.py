@@ -31,6 +31,7 @@ __all__ = [
     "device_of",
     "edges",
     "is_stage_node",
+    "last_uses",
     "to_record",
     "tokens_expr",
     "tokens_of",
@@ -305,6 +306,16 @@ def _positions(
         used[name] = within + 1
         found.append((node, index, start[name] + within))
     return tuple(found)
+
+
+def last_uses(program: Program, variant: Variant) -> dict[str, int]:
+    """By buffer that is no output, the last launch that uses it: its memory may be a later launch's."""
+    return {
+        name: index
+        for index, launch in enumerate(variant.launches)
+        for name in (*launch.ins.values(), *launch.outs.values())
+        if name is not None and name in variant.buffers and name not in program.outputs
+    }
 
 
 def edges(variant: Variant) -> tuple[Edge, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import FileCheck
@@ -225,6 +227,24 @@ def test_the_first_launch_of_a_chain_may_not_be_programmatic():
     with pytest.raises(VerifyError, match="first launch of a chain carries the PDL attribute"):
         check_chain(wrong, ctx.options)
     check_chain(with_pdl(chain, {"few": frozenset({1, 2})}), ctx.options)
+
+
+def test_memory_that_a_chain_uses_again_is_held_to_the_rules(hopper):
+    from moe_compiler.pdl_rules import Wait, check
+    from moe_compiler.verify import grids
+
+    ctx = context("backward")
+    run_passes(backward_graph(), (expand_stages, chain_pdl), ctx)
+    (chain,) = ctx.chains
+    (variant,) = chain.program.variants
+    found = grids(chain, variant)
+    act = variant.launches[0].outs["act"]
+    assert [grid.name for grid in found if act in grid.touched] == [*kernels(variant)]
+    assert act in found[2].writes and act not in found[1].writes, "grad_down is the last to read it"
+    assert not check(found)
+    careless = [*found[:2], replace(found[2], wait=Wait.SOME), *found[3:]]
+    reasons = [str(violation) for violation in check(careless)]
+    assert any(f"writes {act}, which grad_down may still be using" in reason for reason in reasons)
 
 
 def test_the_runner_catches_a_pass_that_lies_or_breaks_the_graph(hopper):
