@@ -13,7 +13,7 @@ the block's own matmul kernel. Nothing is launched on a second stream today; the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.cost import T
-from moe_compiler.dag import stage_sizes
+from moe_compiler.dag import block_sizes
 from moe_compiler.device_model import DeviceModel
 from moe_compiler.launch import tokens_expr
 from moe_compiler.moe_ir import op_name, size_expr
@@ -146,14 +146,11 @@ def _matmul_us(
     return (kernel.time_us(*amounts), *kernel.bounds_us(*amounts))
 
 
-def _chain_us(stages: Iterable[Node], model: DeviceModel | None, tokens: int) -> tuple[float, float, float] | None:
+def _chain_us(stages: Sequence[Node], model: DeviceModel | None, tokens: int) -> tuple[float, float, float] | None:
     """The same of a chain's stages."""
     if model is None:
         return None
-    sizes: dict[str, int] = {}
-    for node in stages:
-        for name, size in stage_sizes(node).items():
-            sizes.setdefault(name, size)
+    sizes = block_sizes(stages)
     total = [0.0, 0.0, 0.0]
     for node in stages:
         time = model.time_us(op_name(node), sizes, tokens)

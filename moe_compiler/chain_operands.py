@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moe_compiler.cost import T
-from moe_compiler.dag import stage_sizes
+from moe_compiler.dag import block_sizes
 from moe_compiler.launch import Chain
 from moe_compiler.moe_ir import size_expr
 from moe_compiler.runtime_kernels.registry import kernel
@@ -73,10 +73,7 @@ def _layout(name: str, weight: bool, node: Node, tokens: sympy.Expr) -> Layout:
 
 def sample_operands(chain: Chain, tokens: int, device: str, seed: int = 0) -> list[Tensor]:
     """Operands of the chain for T tokens on `device`, the same for the same seed. Raises NoSample."""
-    sizes: dict[str, int] = {}
-    for node in chain.nodes:
-        for name, size in stage_sizes(node).items():
-            sizes.setdefault(name, size)
+    sizes = block_sizes(chain.nodes)
     random = torch.Generator(device).manual_seed(seed)
     experts, k = sizes["E"], sizes["k"]
     ids = torch.rand(tokens, experts, generator=random, device=device).topk(k).indices

@@ -15,13 +15,13 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.aliasing import mutated_arguments
-from moe_compiler.cost import stage_cost
+from moe_compiler.cost import cost_text
 from moe_compiler.critical_path import Timing, timing
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.report import BranchRecord, DagRecord
 
-__all__ = ["build_dag", "convex", "neighbourhood", "stage_sizes", "to_record", "without_getitems"]
+__all__ = ["block_sizes", "build_dag", "convex", "neighbourhood", "stage_sizes", "to_record", "without_getitems"]
 
 
 # Operators that write their argument without reading what was there.
@@ -163,6 +163,15 @@ def stage_sizes(node: Node) -> dict[str, int]:
     return sizes
 
 
+def block_sizes(stages: Iterable[Node]) -> dict[str, int]:
+    """The sizes of a block, as far as its stages' operands say together."""
+    sizes: dict[str, int] = {}
+    for node in stages:
+        for name, value in stage_sizes(node).items():
+            sizes.setdefault(name, value)
+    return sizes
+
+
 def without_getitems(dag: nx.DiGraph) -> nx.DiGraph:
     """The DAG with every getitem merged into the call whose result it names."""
     merged = nx.DiGraph()
@@ -200,10 +209,7 @@ def to_record(
             sizes = stage_sizes(node)
             if "k" not in sizes and len(block_k) == 1:
                 sizes["k"] = next(iter(block_k))
-            cost = stage_cost(op_name(node), sizes)
-            entry |= {"kind": "stage", "bytes": str(cost.bytes), "flops": str(cost.flops)}
-            if cost.grid is not None:
-                entry["grid"] = str(cost.grid)
+            entry |= {"kind": "stage", **cost_text(op_name(node), sizes)}
             predicted = time_us(op_name(node), sizes) if time_us is not None else None
             if predicted is not None:
                 times[node] = predicted

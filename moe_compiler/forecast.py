@@ -6,7 +6,7 @@ largest T that the variant serves; where that has no limit, at LARGE tokens or t
 
 from __future__ import annotations
 
-from moe_compiler.dag import stage_sizes
+from moe_compiler.dag import block_sizes
 from moe_compiler.device_model import DeviceModel, Forecast
 from moe_compiler.launch import Chain, tokens_of
 
@@ -17,10 +17,7 @@ LARGE = 4096
 
 def forecast(chain: Chain, model: DeviceModel) -> dict[str, Forecast]:
     """The forecast of each variant of a chain, by the variant's name."""
-    sizes: dict[str, int] = {}
-    for node in chain.nodes:
-        for name, value in stage_sizes(node).items():
-            sizes.setdefault(name, value)
+    sizes = block_sizes(chain.nodes)
     found: dict[str, Forecast] = {}
     tokens = tokens_by_variant(chain)
     for variant in chain.program.variants:

@@ -15,7 +15,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moe_compiler.dag import stage_sizes
+from moe_compiler.cost import cost_text, costs_known
+from moe_compiler.dag import block_sizes, stage_sizes
 from moe_compiler.device_model import Forecast
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
@@ -365,6 +366,7 @@ def to_record(
     measured: gain of a programmatic edge by variant and consumer, where there is one.
     """
     shown = []
+    sizes = block_sizes(chain.nodes)
     for variant in chain.program.variants:
         known = (forecasts or {}).get(variant.name)
         launches = tuple(
@@ -377,6 +379,7 @@ def to_record(
                 triggers=kernel(launch.kernel).traits.triggers and chain.device == "cuda",
                 pdl=launch.pdl,
                 predicted_us=None if known is None else known.launch_us[index],
+                cost=cost_text(launch.kernel, sizes) if costs_known(launch.kernel) else {},
             )
             for index, launch in enumerate(variant.launches)
         )

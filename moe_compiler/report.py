@@ -146,7 +146,7 @@ class PassRecord:
 @dataclass(frozen=True)
 class LaunchRecord:
     """One kernel launch of a chain. `reads`, `writes` and `weights` name inputs and buffers; `weights` may be read
-    before the wait.
+    before the wait. `cost` has the text of its `bytes`, `flops` and `grid` in T, as far as they are known.
     """
 
     kernel: str
@@ -158,6 +158,7 @@ class LaunchRecord:
     pdl: bool = False
     predicted_us: float | None = None
     stream: int = 0
+    cost: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

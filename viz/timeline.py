@@ -163,6 +163,7 @@ def _slice(process: int, span: Span) -> dict[str, Any]:
         "reads": ", ".join(launch.reads),
         "writes": ", ".join(launch.writes),
         "weights": ", ".join(launch.weights),
+        **launch.cost,
         "programmatic": launch.pdl,
         "early_us": round(span.early, 3),
         "duration": "predicted" if span.predicted else "one unit, no prediction",

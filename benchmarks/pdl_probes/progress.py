@@ -3,7 +3,8 @@
 Two scenes, each a graph of two streams. `busy`: a producer of several waves, a dependent that fills the device, and a
 small kernel on the second stream; how long does that one take to get through? `spinning`: a small producer polls a flag
 that a kernel on the second stream sets, as kernels of an exchange do. Once its dependents have taken every slot, that
-kernel cannot start. A polling block gives up after 2 ms, and is counted: it would hang, were it not bounded.
+kernel cannot start. A polling block gives up after 2 ms, and is counted: it would hang, were it not bounded. And what a
+fork and a join cost by themselves, which `moe_compiler.branches` has to assume.
 """
 
 from __future__ import annotations
@@ -169,6 +170,42 @@ def spinning(what: str, trigger: bool, dependents: int) -> dict[str, Any]:
     }
 
 
+def fork_and_join() -> dict[str, Any]:
+    """What a second stream costs: two sleeping kernels, one after the other and beside each other, between two more."""
+    ways: dict[str, float] = {}
+    for way in ("one stream", "two streams"):
+
+        def call(beside: bool = way == "two streams") -> None:
+            _sleeper[(1,)](WAVE_NS, num_warps=1)
+            if beside:
+                _forked(lambda: _sleeper[(1,)](WAVE_NS, num_warps=1), lambda: _sleeper[(1,)](WAVE_NS, num_warps=1))
+            else:
+                _sleeper[(1,)](WAVE_NS, num_warps=1)
+                _sleeper[(1,)](WAVE_NS, num_warps=1)
+            _sleeper[(1,)](WAVE_NS, num_warps=1)
+
+        graph = replayed(call)
+        graph.instantiate()
+        times = []
+        for _ in range(ROUNDS):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            graph.replay()
+            marks[1].record()
+            wait_for("a fork and a join")
+            times.append(marks[0].elapsed_time(marks[1]) * 1e3)
+        ways[way] = median(times)
+    cost = ways["two streams"] - (ways["one stream"] - WAVE_NS / 1e3)
+    return {
+        "probe": "P7",
+        "scene": "a fork and a join around two sleeping kernels",
+        "both us": ways["two streams"],
+        "second stream done after us": "",
+        "gave up": 0,
+        "verdict": f"costs {cost:.1f} us more than the kernels",
+    }
+
+
 def rows() -> list[dict[str, Any]]:
     """The whole table: each scene without a trigger, with one, and with few dependents."""
     multiprocessors, capacity = slots()
@@ -184,5 +221,6 @@ def rows() -> list[dict[str, Any]]:
         spinning("polls the second stream, no trigger, dependents fill the device", False, 2 * capacity),
         spinning("polls the second stream, trigger first, few dependents", True, multiprocessors),
         spinning("polls the second stream, trigger first, dependents fill the device", True, 2 * capacity),
+        fork_and_join(),
     ]
     return found

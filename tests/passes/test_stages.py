@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
+import networkx as nx
 import pytest
 import torch
 from torch.testing import FileCheck
@@ -177,6 +179,29 @@ def test_a_backward_chain_on_a_gpu(hopper):
     assert variant.buffers[variant.launches[1].outs["grad_down"]].like == "down"
     found = {(edge.producer, edge.consumer): edge.kind for edge in edges(variant)}
     assert found == {(0, 1): "raw", (0, 2): "raw", (0, 3): "raw", (1, 2): "order", (2, 3): "order", (3, 4): "raw"}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "backward at the input", "backward of some"])
+def test_no_order_of_a_chain_has_more_neighbours_that_feed_each_other(hopper, direction):
+    """Each such pair is a boundary whose consumer has its operands hot; every other order that is right has at most
+    as many. A programmatic boundary gains the same wherever it is, so nothing else tells one order from another."""
+    if direction == "forward":
+        module = forward_graph(tokens=9)
+    elif direction == "backward of some":
+        module = backward_graph(needs=(True, True, False, False, True))
+    else:
+        module = backward_graph(at="input" if "input" in direction else "output")
+    run_phase(module, "graph", context(direction.split()[0]))
+    for variant in program(module).variants:
+        fed = {(edge.producer, edge.consumer) for edge in edges(variant) if edge.kind == "raw"}
+        dag = nx.DiGraph(fed)
+        dag.add_nodes_from(range(len(variant.launches)))
+
+        def neighbours(order, fed=fed):
+            return sum(pair in fed for pair in pairwise(order))
+
+        most = max(map(neighbours, nx.all_topological_sorts(dag)))
+        assert neighbours(range(len(variant.launches))) == most, kernels(variant)
 
 
 def test_a_router_whose_weights_pass_through_something_stays_a_stage_of_its_own(hopper):
