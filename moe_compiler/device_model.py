@@ -98,11 +98,7 @@ class DeviceModel:
         """Bytes and work."""
         if kernel not in self.kernels or sizes.get("w", 2) != 2 or not costs_known(kernel):
             return None
-        if tokens == 0:
-            return 0.0, 0.0
-        cost = stage_cost(kernel, sizes)
-        moved, work = cost.bytes.subs(T, tokens), cost.work.subs(T, tokens)
-        return None if moved.free_symbols or work.free_symbols else (float(moved), float(work))
+        return _amounts_of(kernel, tuple(sorted(sizes.items())), tokens)
 
     def chain_us(
         self, kernels: Sequence[str], programmatic: int, sizes: Mapping[str, int], tokens: int
@@ -111,6 +107,16 @@ class DeviceModel:
         times = [self.time_us(kernel, sizes, tokens) for kernel in kernels]
         known = [time for time in times if time is not None]
         return None if len(known) < len(times) else sum(known) - programmatic * self.boundary_us
+
+
+@lru_cache(maxsize=4096)
+def _amounts_of(kernel: str, sizes: tuple[tuple[str, int], ...], tokens: int) -> tuple[float, float] | None:
+    """Bytes and work of a launch, once for equal layers; None when a size is missing."""
+    if tokens == 0:
+        return 0.0, 0.0
+    cost = stage_cost(kernel, dict(sizes))
+    moved, work = cost.bytes.subs(T, tokens), cost.work.subs(T, tokens)
+    return None if moved.free_symbols or work.free_symbols else (float(moved), float(work))
 
 
 @dataclass(frozen=True)
