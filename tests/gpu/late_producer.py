@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_compiler.graph_edges import read_edges
+
 SLEEP_NS = 20_000
 CHUNK = 4096
 POISON = -1
@@ -85,6 +87,7 @@ def races(
     """(words written before the producer's end, replays whose results differ from `expected`).
 
     inputs hold what the kernel has to see; `launch` starts it, with the attribute, on the tensors of both arenas.
+    Raises AssertionError when the captured launch is not programmatic: nothing would be shown then.
     """
     source = inputs.words.clone()
     early, wrong = (torch.zeros((), dtype=torch.int32, device="cuda") for _ in range(2))
@@ -98,9 +101,11 @@ def races(
 
     sequence()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         sequence()
+    assert any(edge.programmatic for edge in read_edges(graph)), "the kernel was launched plainly"
+    graph.instantiate()
     early.zero_()
     wrong.zero_()
     for _ in range(replays):

@@ -38,7 +38,6 @@ CHAINS = [
     (QWEN3, 8, False, 10_000),
     (QWEN3, 512, False, 3_000),
     (SMALL, 64, True, 10_000),
-    (SMALL, 2048, True, 1_000),
 ]
 
 
@@ -73,14 +72,15 @@ def test_a_kernel_touches_nothing_before_its_late_producer_has_ended(name):
     outputs = late.Arena({key: tensors[key] for key in traits.writes})
     ins = inputs.values | {key: tensors[key] for key in traits.weights}
     attrs = attributes(name, torch.bfloat16)
-    outputs.words.fill_(late.POISON)
-    kernel(name).launch(outputs.values, ins, attrs, pdl=False)
-    expected = outputs.words.clone()
-    assert (expected != late.POISON).any()
 
     def launch() -> None:
         kernel(name).launch(outputs.values, ins, attrs, pdl=True)
 
+    outputs.words.fill_(late.POISON)
+    torch.cuda.synchronize()
+    launch()  # on an idle device: nothing that it could be too early for
+    expected = outputs.words.clone()
+    assert (expected != late.POISON).any()
     assert late.races(inputs, outputs, expected, launch, REPLAYS_OF_A_KERNEL) == (0, 0)
 
 
