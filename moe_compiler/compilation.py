@@ -61,6 +61,15 @@ class Compilation:
             if self.options.origins.get(key, "default") != "default":
                 self.report.notes.append(f"{key}: no all-to-all exchange in this graph")
 
+    def _note_pdl_of_inductor(self) -> None:
+        """Inductor launches its own kernels programmatically when it is told to, and keeps none of our rules."""
+        key = "triton.enable_pdl"
+        if self.options.inductor.get(key, torch_private.configured(key, False)):
+            self.report.notes.append(
+                f"inductor's {key} is on: kernels of the remainder that only write do not wait, so they may race with "
+                "each other (docs/pdl.md); our chains do"
+            )
+
     # Phase A
 
     def raise_blocks(self, module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule | None:
@@ -109,6 +118,7 @@ class Compilation:
         if not any(not match.left_alone for match in self.report.matches):
             return None
         self.report.status = "dryrun" if self.options.dryrun else "rewritten"
+        self._note_pdl_of_inductor()
         return captured
 
     # Phase B
