@@ -43,7 +43,7 @@ def times_us(chain: Chain, tokens: int, texts: Mapping[str, str]) -> dict[str, l
 def _times_us(chain: Chain, tokens: int, texts: Mapping[str, str]) -> dict[str, list[float]]:
     runs = [sample_operands(chain, tokens, "cuda")]
     weights = [count is not None for _, count in chain.program.inputs for _ in range(1 if count is None else count)]
-    for _ in range(1 if tokens >= _MANY else _CALLS - 1):
+    for _ in range(0 if tokens >= _MANY else _CALLS - 1):
         runs.append([t if weight else t.clone() for t, weight in zip(runs[0], weights, strict=True)])
     graphs = {way: _captured(runs, text) for way, text in texts.items()}
     names = list(graphs)

@@ -314,7 +314,8 @@ def _dags(dags: list[DagRecord]) -> str:
             f"{plural(len(record.edges), 'edge')}</span>{note}</figcaption>"
         )
         picture = svg.dag(layout, f"moepdl-dag-{number}", title)
-        parts.append(f'<figure>{caption}<div class="scroll">{picture}</div></figure>')
+        beside = "".join(f'<p class="muted">{escape(str(branch))}</p>' for branch in record.folded_branches())
+        parts.append(f'<figure>{caption}{beside}<div class="scroll">{picture}</div></figure>')
     return svg.legend(signs, dag=True) + "".join(parts)
 
 

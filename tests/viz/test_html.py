@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 
 import pytest
 
 from moe_compiler.report import (
+    BranchRecord,
     ChainRecord,
     DagRecord,
     EdgeRecord,
@@ -247,3 +249,13 @@ def test_both_themes_and_no_style_outside_the_report(samples):
 
 def test_the_same_report_gives_the_same_bytes(report):
     assert render(report) == render(report)
+
+
+def test_branches_beside_a_chain_are_told(samples):
+    branch = BranchRecord(("a", "b"), ("mm", "mul"), ("gate_up", "down"), "64*T", "128*T", {"a": 3.25}, 1.5, 8)
+    dag = DagRecord("forward", [{"id": "a"}, {"id": "b"}], [], (branch, dataclasses.replace(branch, nodes=("c", "d"))))
+    page = render(dataclasses.replace(samples.sample(), dags=[dag]))
+    assert (
+        "branch x2 of 2 nodes (1 matmul, 3.2 us predicted) may overlap with gate_up, down; a second stream is "
+        "predicted to gain 1.5 us at T=8; it runs on the chain&#x27;s stream"
+    ) in page
