@@ -1,5 +1,7 @@
 """Who writes into whose memory, and who shares it: read from operator schemas.
 
+A user's Triton kernel has no schema: it counts as writing every tensor that it is given.
+
 The facts behind three questions: may an in-place operator become functional, is an operand written to while a block
 reads it, and which edges of the dependency DAG are about memory.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-__all__ = ["alias_root", "aliases_argument", "mutated_arguments"]
+__all__ = ["alias_root", "aliases_argument", "has_effect", "mutated_arguments"]
 
 
 def _schema(node: Node) -> torch._C.FunctionSchema | None:
@@ -18,6 +20,8 @@ def _schema(node: Node) -> torch._C.FunctionSchema | None:
 
 def mutated_arguments(node: Node) -> list[Node]:
     """The argument nodes that this call writes into."""
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":
+        return list(node.all_input_nodes)
     schema = _schema(node)
     if schema is None or not schema.is_mutable:
         return []
@@ -28,6 +32,14 @@ def mutated_arguments(node: Node) -> list[Node]:
             values = value if isinstance(value, (list, tuple)) else [value]
             written.extend(item for item in values if isinstance(item, Node))
     return written
+
+
+def has_effect(node: Node) -> bool:
+    """Does a call do more than compute its result, so that it stays although nobody reads that?
+
+    fx's own `is_impure` takes a user's Triton kernel for pure.
+    """
+    return node.is_impure() or bool(mutated_arguments(node))
 
 
 def aliases_argument(node: Node) -> list[Node]:

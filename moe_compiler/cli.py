@@ -112,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("factory", metavar="MODULE:FACTORY", help="a function that returns (model, args[, kwargs])")
     explain.add_argument("-o", "--out", type=Path, help="also save the report here, as the suffix says")
     explain.add_argument("--options", default="{}", metavar="JSON", help="what options={...} would be")
+    explain.add_argument(
+        "--measure", action="store_true", help="measure what each programmatic edge gains on this GPU, and keep it"
+    )
     command("passes", _passes, "the passes in the order they run, with level, numerics and first line of text")
     opt = command("opt", _opt, "run passes on a graph file of a dump and print the graph they leave")
     opt.add_argument("graph", type=Path, metavar="GRAPH.py")
@@ -144,6 +147,10 @@ def _demo(arguments: Sequence[str]) -> int:
 def _explain(options: argparse.Namespace) -> int:
     factory = _find_factory(options.factory)
     settings = _parse_options(options.options)
+    if options.measure:
+        if settings.get("tune", "full") != "full":
+            raise UsageError(f'--measure means tune="full", and --options says {settings["tune"]!r}')
+        settings["tune"] = "full"
     made = factory()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise UsageError(
@@ -163,8 +170,13 @@ def _explain(options: argparse.Namespace) -> int:
     if not options.json and report.schedule:
         from moe_compiler.viz.timeline import schedule_text
 
-        source = f", times predicted for {report.predictions}" if report.predictions else ""
+        times = f"times predicted for {report.predictions}" if report.predictions else ""
+        measured = f"gains {report.measured}" if report.measured else ""
+        source = "".join(f", {text}" for text in (times, measured) if text)
         print(f"\nlaunches by chain: start and duration{source}\n{schedule_text(report)}")
+        for dag in report.dags:
+            for branch in dag.folded_branches():
+                print(f"{dag.direction} {branch}")
     return DONE
 
 

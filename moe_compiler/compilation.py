@@ -60,9 +60,14 @@ class Compilation:
         for key in ("overlap", "chunks"):
             if self.options.origins.get(key, "default") != "default":
                 self.report.notes.append(f"{key}: no all-to-all exchange in this graph")
-        if self.options.tune == "full":
+
+    def _note_pdl_of_inductor(self) -> None:
+        """Inductor launches its own kernels programmatically when it is told to, and keeps none of our rules."""
+        key = "triton.enable_pdl"
+        if self.options.inductor.get(key, torch_private.configured(key, False)):
             self.report.notes.append(
-                "tune: the kernels choose their tiles from the shapes; there is nothing to tune yet"
+                f"inductor's {key} is on: kernels of the remainder that only write do not wait, so they may race with "
+                "each other (docs/pdl.md); our chains do"
             )
 
     # Phase A
@@ -115,6 +120,7 @@ class Compilation:
             return None
         restore(captured)
         self.report.status = "dryrun" if self.options.dryrun else "rewritten"
+        self._note_pdl_of_inductor()
         return captured
 
     # Phase B
@@ -157,7 +163,11 @@ class Compilation:
     def finish_phase(self, phase: str) -> None:
         """Store what the phase reported beside the cache, and write the dump anew."""
         part = self.report.to_dict()
-        data: dict[str, Any] = {"pdl_off": self.report.pdl_off, "predictions": self.report.predictions}
+        data: dict[str, Any] = {
+            "pdl_off": self.report.pdl_off,
+            "predictions": self.report.predictions,
+            "measured": self.report.measured,
+        }
         for name in _PHASE_FIELDS:
             data[name] = [item for item in part[name] if phase in (item.get("phase"), item.get("direction"))]
         if self._store is not None:
@@ -178,6 +188,7 @@ class Compilation:
         for name in _PHASE_FIELDS:
             getattr(self.report, name).extend(getattr(stored, name))
         self.report.pdl_off, self.report.predictions = stored.pdl_off, stored.predictions
+        self.report.measured = stored.measured
         self.report.notes.append(f"{phase} graph loaded from the compile cache")
         return True
 

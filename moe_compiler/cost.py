@@ -17,7 +17,7 @@ import torch
 
 from moe_compiler.runtime_kernels.tiles import HOPPER_MULTIPROCESSORS, TABLES, specialised_fits
 
-__all__ = ["StageCost", "T", "costs_known", "stage_cost"]
+__all__ = ["StageCost", "T", "cost_text", "costs_known", "stage_cost"]
 
 T, K, E, H, I, N, W = sympy.symbols("T k E H I N w", integer=True, positive=True)
 _PAIRS = T * K
@@ -86,6 +86,18 @@ def _stage_cost(stage: str, items: tuple[tuple[str, int], ...]) -> StageCost:
     values = {symbol: sizes[symbol.name] for symbol in (K, E, H, I, N, W) if symbol.name in sizes}
     grid = _grid(stage, sizes) if stage in TABLES else None
     return StageCost(bytes=moved.subs(values), flops=flops.subs(values), work=work.subs(values), grid=grid)
+
+
+def cost_text(stage: str, sizes: Mapping[str, int]) -> dict[str, str]:
+    """The `bytes`, `flops` and, where it is counted, `grid` of `stage_cost` as text, for records. Raises KeyError."""
+    return dict(_cost_text(stage, tuple(sorted(sizes.items()))))
+
+
+@lru_cache(maxsize=1024)
+def _cost_text(stage: str, items: tuple[tuple[str, int], ...]) -> tuple[tuple[str, str], ...]:
+    cost = _stage_cost(stage, items)
+    known = (("bytes", cost.bytes), ("flops", cost.flops), ("grid", cost.grid))
+    return tuple((name, str(expression)) for name, expression in known if expression is not None)
 
 
 # What the columns of a kernel's tiles run over, and what its products sum over: for the gradients of weights both sides

@@ -1,26 +1,27 @@
 """The dependency DAG of a graph: what must happen before what, and why.
 
 Nodes are the graph's calls; edges carry a kind. "raw": reads what the other wrote. "war", "waw": by storage, for
-operators that write into memory (aliases count as one memory). "effect": order among operators with effects that are
-not visible in data. The DAG is a networkx value: it can be printed, drawn, and asked.
+operators that write into memory (aliases count as one memory). "order": collectives of one group, which every rank has
+to start in the same order. "effect": order among operators with effects that are not visible in data. The DAG is a
+networkx value, and its record can be printed, checked and drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import networkx as nx
 import torch
 from torch.fx import Graph, Node
 
 from moe_compiler.aliasing import mutated_arguments
-from moe_compiler.cost import stage_cost
+from moe_compiler.cost import cost_text
 from moe_compiler.critical_path import Timing, timing
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
-from moe_compiler.report import DagRecord
+from moe_compiler.report import BranchRecord, DagRecord
 
-__all__ = ["build_dag", "convex", "neighbourhood", "stage_sizes", "to_record", "without_getitems"]
+__all__ = ["block_sizes", "build_dag", "convex", "neighbourhood", "stage_sizes", "to_record", "without_getitems"]
 
 
 # Operators that write their argument without reading what was there.
@@ -48,6 +49,7 @@ def build_dag(graph: Graph) -> nx.DiGraph:
     readers: dict[object, list[Node]] = {}
     writers: dict[object, Node] = {}
     last_effect: Node | None = None
+    collectives: dict[str, Node] = {}
     for node in calls:
         overwritten = mutated_arguments(node) if op_name(node) in _OVERWRITES else []
         for source in node.all_input_nodes:
@@ -69,6 +71,12 @@ def build_dag(graph: Graph) -> nx.DiGraph:
                 if previous is not None and previous is not node and not dag.has_edge(previous, node):
                     dag.add_edge(previous, node, kind="waw")
                 writers[storage] = node
+                readers[storage] = []  # whoever writes next comes after this one, and so after them
+        collective = _collective_group(node)
+        if collective is not None:
+            if collective in collectives and not dag.has_edge(collectives[collective], node):
+                dag.add_edge(collectives[collective], node, kind="order")
+            collectives[collective] = node
         if node.is_impure() and not mutated_arguments(node):
             if last_effect is not None and not dag.has_edge(last_effect, node):
                 dag.add_edge(last_effect, node, kind="effect")
@@ -76,6 +84,14 @@ def build_dag(graph: Graph) -> nx.DiGraph:
     if not nx.is_directed_acyclic_graph(dag):
         raise ValueError(f"the graph's dependencies are cyclic: {nx.find_cycle(dag)}")
     return dag
+
+
+def _collective_group(node: Node) -> str | None:
+    """The group of a collective that starts here, None for any other call (a wait is ordered by what it waits for)."""
+    if "c10d_functional" not in getattr(node.target, "namespace", "") or op_name(node) == "wait_tensor":
+        return None
+    named = named_arguments(node)
+    return str(named["group_name"]) if "group_name" in named else None
 
 
 def convex(dag: nx.DiGraph, nodes: Iterable[Node]) -> bool:
@@ -150,6 +166,15 @@ def stage_sizes(node: Node) -> dict[str, int]:
     return sizes
 
 
+def block_sizes(stages: Iterable[Node]) -> dict[str, int]:
+    """The sizes of a block, as far as its stages' operands say together."""
+    sizes: dict[str, int] = {}
+    for node in stages:
+        for name, value in stage_sizes(node).items():
+            sizes.setdefault(name, value)
+    return sizes
+
+
 def without_getitems(dag: nx.DiGraph) -> nx.DiGraph:
     """The DAG with every getitem merged into the call whose result it names."""
     merged = nx.DiGraph()
@@ -165,15 +190,20 @@ def without_getitems(dag: nx.DiGraph) -> nx.DiGraph:
 
 
 def to_record(
-    dag: nx.DiGraph, direction: str, time_us: Callable[[str, dict[str, int]], float | None] | None = None
+    dag: nx.DiGraph,
+    direction: str,
+    time_us: Callable[[str, dict[str, int]], float | None] | None = None,
+    branches: Sequence[BranchRecord] = (),
 ) -> DagRecord:
     """The DAG as plain values: stages with their bytes and FLOPs in T, results merged into the calls that make them.
 
     time_us: predicted time of a stage in a block of given sizes, for the critical path and the slack of each node; what
-    it has no time for (neighbours too) counts as none.
+    it has no time for (neighbours too) counts as none. branches: what may run beside the stages.
     """
     dag = without_getitems(dag)
     nodes, edges = [], []
+    of_branches = {name for branch in branches for name in branch.nodes}
+    matmuls = {name: time for branch in branches for name, time in branch.predicted_us.items()}
     times: dict[Node, float] = {}
     block_k = {int(s["k"]) for s in (stage_sizes(n) for n in dag if _is_stage(n)) if "k" in s}
     for node in dag:
@@ -182,14 +212,15 @@ def to_record(
             sizes = stage_sizes(node)
             if "k" not in sizes and len(block_k) == 1:
                 sizes["k"] = next(iter(block_k))
-            cost = stage_cost(op_name(node), sizes)
-            entry |= {"kind": "stage", "bytes": str(cost.bytes), "flops": str(cost.flops)}
-            if cost.grid is not None:
-                entry["grid"] = str(cost.grid)
+            entry |= {"kind": "stage", **cost_text(op_name(node), sizes)}
             predicted = time_us(op_name(node), sizes) if time_us is not None else None
             if predicted is not None:
                 times[node] = predicted
                 entry["predicted_us"] = round(predicted, 3)
+        elif node.name in of_branches:
+            entry["kind"] = "branch"
+            if node.name in matmuls:
+                times[node] = entry["predicted_us"] = matmuls[node.name]
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             entry["shape"] = [str(size_expr(size)) for size in value.shape]
@@ -200,7 +231,9 @@ def to_record(
             entry |= {"slack_us": round(found.slack[node], 3), "critical": node in found.path}
     for source, target, data in dag.edges(data=True):
         edges.append({"source": source.name, "target": target.name, "kind": data["kind"]})
-    return DagRecord(direction=direction, nodes=nodes, edges=edges)
+    record = DagRecord(direction=direction, nodes=nodes, edges=edges, branches=tuple(branches))
+    record.check()
+    return record
 
 
 def _is_stage(node: Node) -> bool:

@@ -44,13 +44,16 @@ class KernelModel:
 
     def time_us(self, moved: float, work: float) -> float:
         """Microseconds to move `moved` bytes and do `work`."""
-        memory = moved / self.bytes_per_us
-        arithmetic = work / self.work_per_us if self.work_per_us else 0.0
+        memory, arithmetic = self.bounds_us(moved, work)
         longest = max(memory, arithmetic)
         if longest == 0.0:
             return self.fixed_us
         s = self.sharpness
         return self.fixed_us + longest * ((memory / longest) ** s + (arithmetic / longest) ** s) ** (1 / s)
+
+    def bounds_us(self, moved: float, work: float) -> tuple[float, float]:
+        """Microseconds of the memory traffic and of the arithmetic, each by itself."""
+        return moved / self.bytes_per_us, work / self.work_per_us if self.work_per_us else 0.0
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,19 @@ class DeviceModel:
 
         None when the table has no row for it, the elements are not of two bytes, or a size is missing.
         """
-        model = self.kernels.get(kernel)
-        if model is None or sizes.get("w", 2) != 2 or not costs_known(kernel):
+        amounts = self._amounts(kernel, sizes, tokens)
+        return None if amounts is None else self.kernels[kernel].time_us(*amounts)
+
+    def bounds_us(self, kernel: str, sizes: Mapping[str, int], tokens: int) -> tuple[float, float] | None:
+        """What the memory traffic and the arithmetic of a launch take, each by itself; None as in `time_us`."""
+        amounts = self._amounts(kernel, sizes, tokens)
+        return None if amounts is None else self.kernels[kernel].bounds_us(*amounts)
+
+    def _amounts(self, kernel: str, sizes: Mapping[str, int], tokens: int) -> tuple[float, float] | None:
+        """Bytes and work."""
+        if kernel not in self.kernels or sizes.get("w", 2) != 2 or not costs_known(kernel):
             return None
-        if tokens == 0:
-            return model.fixed_us
-        cost = stage_cost(kernel, sizes)
-        moved, work = cost.bytes.subs(T, tokens), cost.work.subs(T, tokens)
-        if moved.free_symbols or work.free_symbols:
-            return None
-        return model.time_us(float(moved), float(work))
+        return _amounts_of(kernel, tuple(sorted(sizes.items())), tokens)
 
     def chain_us(
         self, kernels: Sequence[str], programmatic: int, sizes: Mapping[str, int], tokens: int
@@ -101,6 +107,16 @@ class DeviceModel:
         times = [self.time_us(kernel, sizes, tokens) for kernel in kernels]
         known = [time for time in times if time is not None]
         return None if len(known) < len(times) else sum(known) - programmatic * self.boundary_us
+
+
+@lru_cache(maxsize=4096)
+def _amounts_of(kernel: str, sizes: tuple[tuple[str, int], ...], tokens: int) -> tuple[float, float] | None:
+    """Bytes and work of a launch, once for equal layers; None when a size is missing."""
+    if tokens == 0:
+        return 0.0, 0.0
+    cost = stage_cost(kernel, dict(sizes))
+    moved, work = cost.bytes.subs(T, tokens), cost.work.subs(T, tokens)
+    return None if moved.free_symbols or work.free_symbols else (float(moved), float(work))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
       00_captured.py ...          the graph after each pass that changed it; runnable (`moe_compiler.graph_file`)
       passes.txt  timings.json    what each pass did; how long it took
       matches.json schedule.json  blocks and near misses; chains, launches and edges
-      dag.dot  timeline.json      the dependency DAG; the predicted schedule for Perfetto
+      dag.dot  dag.txt            the dependency DAG as a picture and as text
+      timeline.json               the predicted schedule for Perfetto
       report.html report.txt report.json   all of it, to read and to load
       repro.py                    compiles the captured graph again with the same options
 
@@ -111,6 +112,7 @@ def dump_files(report: Report) -> dict[str, str]:
     )
     files["schedule.json"] = _json({"chains": _records(stable.schedule), "dags": _records(stable.dags)})
     files["dag.dot"] = dot.dags_text(stable.dags)
+    files["dag.txt"] = "".join(f"{dag}\n" for dag in stable.dags)
     files["timeline.json"] = _json(timeline.trace(stable))
     files["report.html"] = html.render(stable)
     files["report.txt"] = f"{stable}\n"

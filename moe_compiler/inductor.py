@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moe_compiler import torch_private
 from moe_compiler.device import describe
+from moe_compiler.edge_gain import table_digest
 from moe_compiler.options import Options
 from moe_compiler.recompute import keep_choices
 
@@ -44,8 +45,9 @@ def source_hash() -> str:
 
 
 def device_key() -> str:
-    """What a plan depends on of this machine: versions, the device, and the table that its times are predicted from."""
-    return json.dumps({key: value for key, value in describe().items() if key != "cpu_threads"}, sort_keys=True)
+    """What a plan depends on of this machine: versions, the device, and what was predicted and measured for it."""
+    known = {key: value for key, value in describe().items() if key != "cpu_threads"}
+    return json.dumps({**known, "measured": table_digest()}, sort_keys=True)
 
 
 def is_backward(graph: Graph) -> bool:

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
-from moe_compiler.dag import stage_sizes
+from moe_compiler.cost import cost_text, costs_known
+from moe_compiler.dag import block_sizes, stage_sizes
 from moe_compiler.device_model import Forecast
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
@@ -23,7 +25,19 @@ from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, VariantRe
 from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, Variant
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["Chain", "Edge", "build_chain", "device_of", "edges", "is_stage_node", "to_record", "tokens_of", "with_pdl"]
+__all__ = [
+    "Chain",
+    "Edge",
+    "build_chain",
+    "device_of",
+    "edges",
+    "is_stage_node",
+    "last_uses",
+    "to_record",
+    "tokens_expr",
+    "tokens_of",
+    "with_pdl",
+]
 
 # Which results of a stage have one row a token ("T") or a pair ("S"); the others keep their recorded sizes.
 _ROWS: dict[str, dict[str, str]] = {
@@ -52,7 +66,11 @@ _LIKE = {
 
 @dataclass(frozen=True)
 class Edge:
-    """Launch `consumer` reads (raw) what launch `producer` wrote, through these buffers; indices into a variant."""
+    """Launch `consumer` reads (raw) what launch `producer` wrote, through these buffers; indices into a variant.
+
+    Kind "order": neighbours in the stream that share nothing. What stands before such a consumer has to be complete all
+    the same, since later launches build on that.
+    """
 
     producer: int
     consumer: int
@@ -202,11 +220,17 @@ def device_of(node: Node) -> str:
     return value.device.type
 
 
-def tokens_of(node: Node) -> int | None:
-    """T of a stage where it is a constant of the graph; None where it is a symbol or the stage has no row a token."""
+def tokens_expr(node: Node) -> sympy.Expr | None:
+    """T of a stage in the symbols of its graph; None for a stage that has no row a token."""
     named = named_arguments(node)
     rows = [size_expr(named[key].meta["val"].shape[0]) for key in _BY_TOKEN if isinstance(named.get(key), Node)]
-    return int(rows[0]) if rows and rows[0].is_Integer else None
+    return rows[0] if rows else None
+
+
+def tokens_of(node: Node) -> int | None:
+    """T of a stage where it is a constant of the graph; None where it is a symbol or the stage has no row a token."""
+    tokens = tokens_expr(node)
+    return int(tokens) if tokens is not None and tokens.is_Integer else None
 
 
 def _results(
@@ -286,8 +310,18 @@ def _positions(
     return tuple(found)
 
 
+def last_uses(program: Program, variant: Variant) -> dict[str, int]:
+    """By buffer that is no output, the last launch that uses it: its memory may be a later launch's."""
+    return {
+        name: index
+        for index, launch in enumerate(variant.launches)
+        for name in (*launch.ins.values(), *launch.outs.values())
+        if name is not None and name in variant.buffers and name not in program.outputs
+    }
+
+
 def edges(variant: Variant) -> tuple[Edge, ...]:
-    """The dependencies between the launches of a variant, by buffer."""
+    """The dependencies between the launches of a variant: by buffer, and from each launch to its neighbour."""
     writer: dict[str, int] = {}
     found: dict[tuple[int, int], list[str]] = {}
     for index, launch in enumerate(variant.launches):
@@ -298,7 +332,12 @@ def edges(variant: Variant) -> tuple[Edge, ...]:
                     through.append(name)
         for name in launch.outs.values():
             writer[name] = index
-    return tuple(Edge(producer, consumer, tuple(names)) for (producer, consumer), names in sorted(found.items()))
+    for consumer in range(1, len(variant.launches)):
+        found.setdefault((consumer - 1, consumer), [])
+    return tuple(
+        Edge(producer, consumer, tuple(names), "raw" if names else "order")
+        for (producer, consumer), names in sorted(found.items())
+    )
 
 
 def with_pdl(chain: Chain, programmatic: dict[str, frozenset[int]]) -> Chain:
@@ -317,13 +356,18 @@ def with_pdl(chain: Chain, programmatic: dict[str, frozenset[int]]) -> Chain:
 
 
 def to_record(
-    chain: Chain, why: dict[str, dict[int, str]], forecasts: Mapping[str, Forecast] | None = None
+    chain: Chain,
+    why: dict[str, dict[int, str]],
+    forecasts: Mapping[str, Forecast] | None = None,
+    measured: Mapping[str, Mapping[int, float]] | None = None,
 ) -> ChainRecord:
     """What the report shows of a chain.
 
-    why: for each variant and launch why it waits programmatically or not; forecasts: by variant, where there are any.
+    why: for each variant and launch why it waits programmatically or not; forecasts: by variant, where there are any;
+    measured: gain of a programmatic edge by variant and consumer, where there is one.
     """
     shown = []
+    sizes = block_sizes(chain.nodes)
     for variant in chain.program.variants:
         known = (forecasts or {}).get(variant.name)
         launches = tuple(
@@ -336,16 +380,22 @@ def to_record(
                 triggers=kernel(launch.kernel).traits.triggers and chain.device == "cuda",
                 pdl=launch.pdl,
                 predicted_us=None if known is None else known.launch_us[index],
+                cost=cost_text(launch.kernel, sizes) if costs_known(launch.kernel) else {},
             )
             for index, launch in enumerate(variant.launches)
         )
-        shown_edges = tuple(_edge_record(variant, edge, why.get(variant.name, {}), known) for edge in edges(variant))
+        gains = (measured or {}).get(variant.name, {})
+        shown_edges = tuple(
+            _edge_record(variant, edge, why.get(variant.name, {}), known, gains) for edge in edges(variant)
+        )
         tokens = None if known is None else known.tokens
         shown.append(VariantRecord(variant.name, variant.max_tokens, launches, shown_edges, tokens))
     return ChainRecord(name=chain.program.name, direction=chain.direction, variants=tuple(shown))
 
 
-def _edge_record(variant: Variant, edge: Edge, why: dict[int, str], known: Forecast | None) -> EdgeRecord:
+def _edge_record(
+    variant: Variant, edge: Edge, why: dict[int, str], known: Forecast | None, gains: Mapping[int, float]
+) -> EdgeRecord:
     neighbours = edge.producer == edge.consumer - 1
     return EdgeRecord(
         producer=edge.producer,
@@ -356,6 +406,7 @@ def _edge_record(variant: Variant, edge: Edge, why: dict[int, str], known: Forec
         if neighbours
         else "not neighbours: complete since the launch between them waited",
         predicted_us=known.boundary_us if known is not None and neighbours else None,
+        measured_us=gains.get(edge.consumer) if neighbours else None,
         through=edge.through,
     )
 

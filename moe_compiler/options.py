@@ -82,7 +82,8 @@ class Options:
     )
     tune: str = _words(
         "cached",
-        'kernel variants: "cached" reads the table and never benchmarks, "full" benchmarks what is missing',
+        'measured gains of programmatic edges: "cached" reads the table of this device and never measures, "full" '
+        'measures what is missing, "off" goes by predictions alone',
         "full",
         "off",
     )

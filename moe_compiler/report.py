@@ -146,7 +146,7 @@ class PassRecord:
 @dataclass(frozen=True)
 class LaunchRecord:
     """One kernel launch of a chain. `reads`, `writes` and `weights` name inputs and buffers; `weights` may be read
-    before the wait.
+    before the wait. `cost` has the text of its `bytes`, `flops` and `grid` in T, as far as they are known.
     """
 
     kernel: str
@@ -158,16 +158,19 @@ class LaunchRecord:
     pdl: bool = False
     predicted_us: float | None = None
     stream: int = 0
+    cost: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EdgeRecord:
     """A dependence between two launches, given by their positions in the variant's list.
 
-    kind:         "raw", "war", "waw" (by storage), "order" (a collective's order) or "effect" (a host effect)
+    kind:         "raw", "war", "waw" (by storage), "order" (neighbours in a stream that share nothing; a collective's
+                  order) or "effect" (a host effect)
     programmatic: the consumer is launched with the PDL attribute and may start before the producer ends; `why` says
                   why, or why not
     predicted_us: predicted gain of the programmatic edge, None when there is no model for it
+    measured_us:  what the chain was measured to take longer without the programmatic edge, None when it was not
     through:      the buffers that carry the dependence
     """
 
@@ -178,6 +181,7 @@ class EdgeRecord:
     why: str = ""
     predicted_us: float | None = None
     through: tuple[str, ...] = ()
+    measured_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,39 @@ class GraphRecord:
 
 
 @dataclass(frozen=True)
+class BranchRecord:
+    """A branch of a graph that may run beside a chain: a shared expert.
+
+    nodes, operators:    its nodes in graph order, and what they are; beside: the stages that it may overlap with
+    bytes, flops:        of its matmuls, in T
+    predicted_us:        of each matmul, by node
+    gain_us, at_tokens:  what a second stream is predicted to gain, and for which T; None without a prediction
+    """
+
+    nodes: tuple[str, ...]
+    operators: tuple[str, ...]
+    beside: tuple[str, ...]
+    bytes: str
+    flops: str
+    predicted_us: dict[str, float] = field(default_factory=dict)
+    gain_us: float | None = None
+    at_tokens: int | None = None
+    count: int = 1
+
+    def __str__(self) -> str:
+        matmuls = [operator for operator in self.operators if operator.endswith("mm")]
+        time = f", {sum(self.predicted_us.values()):.1f} us predicted" if self.predicted_us else ""
+        gain = ""
+        if self.gain_us is not None:
+            gain = f"; a second stream is predicted to gain {self.gain_us:.1f} us at T={self.at_tokens}"
+        times = f" x{self.count}" if self.count > 1 else ""
+        return (
+            f"branch{times} of {plural(len(self.nodes), 'node')} ({plural(len(matmuls), 'matmul')}{time}) may overlap "
+            f"with {', '.join(self.beside)}{gain}; it runs on the chain's stream"
+        )
+
+
+@dataclass(frozen=True)
 class DagRecord:
     """The dependency DAG of one direction, as values to draw.
 
@@ -253,15 +290,50 @@ class DagRecord:
            (number, text or None), and the `grid` of a tiled kernel; a `group` names the block of a node; with
            predictions also `predicted_us`, `slack_us` (how much later it may start), `critical` (on the longest path)
     edges: dicts with `source`, `target` (node ids), `kind` as in EdgeRecord, and optionally `programmatic`
+    branches: what may run beside the chains; their nodes are of kind "branch"
     """
 
     direction: str
     nodes: list[dict[str, Any]] = field(default_factory=list)
     edges: list[dict[str, Any]] = field(default_factory=list)
+    branches: tuple[BranchRecord, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", _plain(self.nodes))
         object.__setattr__(self, "edges", _plain(self.edges))
+
+    def check(self) -> None:
+        """Raise ValueError unless ids are unique, edges join nodes of the record, and all lead forward in its order."""
+        place = {node["id"]: index for index, node in enumerate(self.nodes)}
+        if len(place) < len(self.nodes):
+            raise ValueError(f"the {self.direction} DAG has two nodes of one id")
+        for edge in self.edges:
+            source, target = edge["source"], edge["target"]
+            lost = next((end for end in (source, target) if end not in place), None)
+            if lost is not None:
+                raise ValueError(f"an edge of the {self.direction} DAG ends at {lost}, which is no node of it")
+            if place[source] >= place[target]:
+                raise ValueError(f"the {self.direction} DAG's edge from {source} to {target} leads back")
+
+    def __str__(self) -> str:
+        """A line a node with what it costs and waits for, then the branches."""
+        before: dict[str, list[str]] = {}
+        for edge in self.edges:
+            before.setdefault(edge["target"], []).append(f"{edge['source']} {edge['kind']}")
+        lines = [f"{self.direction}: {plural(len(self.nodes), 'node')}, {plural(len(self.edges), 'edge')}"]
+        for node in self.nodes:
+            facts = [f"{key} {node[key]}" for key in ("bytes", "flops", "grid") if key in node]
+            if "predicted_us" in node:
+                facts.append(f"{node['predicted_us']:.1f} us")
+            if "slack_us" in node:
+                facts.append("critical" if node.get("critical") else f"slack {node['slack_us']:.1f} us")
+            waits = f" after {', '.join(before[node['id']])}" if node["id"] in before else ""
+            lines.append(f"  {node['id']} ({node.get('kind', 'compute')}){waits}" + "".join(f"; {f}" for f in facts))
+        return "\n".join([*lines, *(f"  {branch}" for branch in self.folded_branches())])
+
+    def folded_branches(self) -> list[BranchRecord]:
+        """The branches, equal layers folded."""
+        return _fold(self.branches, ignore=("nodes", "beside", "predicted_us"))
 
 
 @dataclass
@@ -273,6 +345,7 @@ class Report:
     options:        `Options.to_dict()`; `origins` says for each key "default", "argument" or "environment"
     environment:    versions, device, capability: text or numbers by name
     predictions:    where predicted times come from, e.g. "NVIDIA H200, shipped"; empty without any
+    measured:       where the measured gains of edges come from, e.g. "measured on NVIDIA H200", or why there are none
     pdl_off:        why no launch is programmatic; empty when PDL is in use or there is no chain
     schedule:       the chains, forward first
     fragments:      where Dynamo broke the frame: what is in pieces is no block, and counts as none
@@ -300,6 +373,7 @@ class Report:
     phases_pending: list[str] = field(default_factory=list)
     pdl_off: str = ""
     predictions: str = ""
+    measured: str = ""
     dump_folder: str | None = None
     repro: str = ""
 
@@ -326,6 +400,7 @@ class Report:
             environment=first.environment,
             pdl_off=next((report.pdl_off for report in reports if report.pdl_off), ""),
             predictions=next((report.predictions for report in reports if report.predictions), ""),
+            measured=next((report.measured for report in reports if report.measured), ""),
             dump_folder=next((report.dump_folder for report in reports if report.dump_folder), None),
         )
         for report in reports:
@@ -564,13 +639,14 @@ def _schedule_totals(schedule: Sequence[ChainRecord]) -> tuple[int, int, int]:
     )
 
 
-def _fold(records: Sequence[R], *, ignore: str) -> list[R]:
+def _fold(records: Sequence[R], *, ignore: str | tuple[str, ...]) -> list[R]:
     """Records that agree in everything but `ignore` and their count become the first of them, with the counts
     added. Keeps order.
     """
     folded: dict[str, Any] = {}
+    left_out = {"count", *((ignore,) if isinstance(ignore, str) else ignore)}
     for record in records:
-        fields = {key: value for key, value in dataclasses.asdict(record).items() if key not in ("count", ignore)}  # type: ignore[call-overload]
+        fields = {key: value for key, value in dataclasses.asdict(record).items() if key not in left_out}  # type: ignore[call-overload]
         key = json.dumps(fields, sort_keys=True, default=str)
         seen = folded.get(key)
         folded[key] = record if seen is None else dataclasses.replace(seen, count=seen.count + record.count)  # type: ignore[attr-defined]
@@ -596,13 +672,21 @@ def _chain(data: Mapping[str, Any]) -> ChainRecord:
     return ChainRecord(**{**data, "variants": tuple(_variant(item) for item in data["variants"])})
 
 
+def _dag(data: Mapping[str, Any]) -> DagRecord:
+    return DagRecord(**{**data, "branches": tuple(_branch(item) for item in data.get("branches", ()))})
+
+
+def _branch(data: Mapping[str, Any]) -> BranchRecord:
+    return BranchRecord(**{**data, **{key: tuple(data[key]) for key in ("nodes", "operators", "beside")}})
+
+
 _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "matches": lambda data: MatchRecord(**data),
     "misses": lambda data: MissRecord(**data),
     "fragments": lambda data: FragmentRecord(**data),
     "passes": lambda data: PassRecord(**data),
     "schedule": _chain,
-    "dags": lambda data: DagRecord(**data),
+    "dags": _dag,
     "graphs": lambda data: GraphRecord(**data),
 }
 

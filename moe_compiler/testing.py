@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moe_compiler import device, pipeline, torch_private
-from moe_compiler.aliasing import alias_root, mutated_arguments
+from moe_compiler.aliasing import alias_root, has_effect, mutated_arguments
 from moe_compiler.capture import capture
 from moe_compiler.errors import CaptureError
 from moe_compiler.graph_pass import Context, GraphPass, fake_mode_of_graph
@@ -156,7 +156,7 @@ class _Text:
             self.names[node] = f"in{index}"
             self.written.append(f"in{index}: {self.type(node.meta.get('val'))}")
         for node in self.graph.nodes:
-            if node.op not in ("placeholder", "output") and node.is_impure():
+            if node.op not in ("placeholder", "output") and has_effect(node):
                 self.visit(node)
         output = self.graph.output_node()
         self.visit_all(output.all_input_nodes)

@@ -285,11 +285,11 @@ def inference_aware_pass_base() -> type | None:
     return getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
 
 
-def configured(key: str) -> Any:
-    """The value of a key of Inductor's configuration."""
+def configured(key: str, *default: Any) -> Any:
+    """The value of a key of Inductor's configuration; `default`, when given, is for a torch that lacks the key."""
     from torch._inductor import config
 
-    return getattr(config, key)
+    return getattr(config, key, *default)
 
 
 def passes_of(value: Any) -> tuple[Any, ...]:

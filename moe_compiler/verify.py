@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from moe_compiler.errors import PassError, VerifyError
 from moe_compiler.graph_pass import GraphPass, fake_mode_of_graph
-from moe_compiler.launch import Chain
+from moe_compiler.launch import Chain, last_uses
 from moe_compiler.moe_ir import is_moepdl, op_name, size_expr, user_line, vocabulary_errors
 from moe_compiler.options import Options
 from moe_compiler.pdl_rules import Grid, Trigger, Wait, check
@@ -94,11 +94,14 @@ def check_graph(graph: Graph, graph_pass: GraphPass, before: tuple[Any, ...]) ->
 def grids(chain: Chain, variant: Variant) -> list[Grid]:
     """The launches of a variant as the rules of programmatic launch see them, from what their kernels declare.
 
-    Buffers of a chain are written once and never alias its inputs, so a buffer's name stands for its memory; memory
-    that is used again inside the chain is written after a wait, which every launch before it is covered by.
+    Buffers of a chain are written once and never alias its inputs, so a buffer's name stands for its memory. Memory is
+    used again inside the chain: whatever a launch writes may lie where a buffer was that nothing reads any more, so it
+    counts as writing those too.
     """
     found = []
-    for launch in variant.launches:
+    last = last_uses(chain.program, variant)
+    for index, launch in enumerate(variant.launches):
+        reused = frozenset(name for name, use in last.items() if use < index)
         traits = kernel(launch.kernel).traits
         weights = frozenset(name for key in traits.weights if (name := launch.ins.get(key)) is not None)
         found.append(
@@ -109,7 +112,7 @@ def grids(chain: Chain, variant: Variant) -> list[Grid]:
                 trigger=Trigger.AFTER_WAIT if traits.triggers else Trigger.NONE,
                 early_reads=weights,
                 reads=frozenset(name for name in launch.ins.values() if name is not None) - weights,
-                writes=frozenset(launch.outs.values()),
+                writes=frozenset(launch.outs.values()) | reused,
                 constants=weights,
             )
         )

@@ -3,8 +3,8 @@
 A chain is a convex group of stages that feed each other: nothing outside of it stands between two of them. Its first
 launch is a plain one, so everything that ran before the chain (an optimiser step, a weight load, a cast of weights)
 has ended when the second starts. Every later launch whose kernel waits before it touches data may carry the PDL
-attribute. "on" keeps every edge that is provable, "auto" those of them that are predicted to gain on this device, and
-"off" is the same chain without the attribute.
+attribute. "on" keeps every edge that is provable, "auto" those of them that gain on this device, as measured or, where
+they were not, as predicted, and "off" is the same chain without the attribute.
 
 The graph itself is not rewritten here: the chains go to `lower` through the context.
 """
@@ -15,15 +15,17 @@ import networkx as nx
 from torch.fx import Graph, Node
 
 from moe_compiler import device
+from moe_compiler.branches import branches
+from moe_compiler.branches import to_record as branch_record
 from moe_compiler.dag import build_dag, convex, neighbourhood, to_record
+from moe_compiler.edge_gain import Gains, gains, provable
 from moe_compiler.errors import PdlUnavailable
-from moe_compiler.forecast import LARGE, forecast
+from moe_compiler.forecast import LARGE, forecast, tokens_by_variant
 from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.launch import Chain, build_chain, device_of, is_stage_node, tokens_of, with_pdl
 from moe_compiler.launch import to_record as chain_record
 from moe_compiler.moe_ir import Level, op_name
 from moe_compiler.passes.expand_stages import BLOCK
-from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.verify import check_chain
 
 __all__ = ["chain_pdl"]
@@ -61,11 +63,11 @@ def _groups(graph: Graph, dag: nx.DiGraph) -> list[list[Node]]:
 
 
 def _programmatic(
-    chain: Chain, off: str, gain_us: float | None
+    chain: Chain, off: str, auto: bool, predicted_us: float | None, measured: Gains
 ) -> tuple[dict[str, frozenset[int]], dict[str, dict[int, str]]]:
     """Which launches carry the attribute, and why or why not, by variant.
 
-    gain_us: what a programmatic edge is predicted to gain, None where that does not count.
+    auto: whether an edge has to gain; predicted_us: what one is predicted to, None without a model of the device.
     """
     chosen: dict[str, frozenset[int]] = {}
     why: dict[str, dict[int, str]] = {}
@@ -77,15 +79,23 @@ def _programmatic(
                 reasons[index] = "the first launch of a chain is plain: it separates the chain from what ran before"
             elif off:
                 reasons[index] = off
-            elif not kernel(launch.kernel).traits.waits:
+            elif index not in provable(variant):
                 reasons[index] = f"{launch.kernel} does not wait on the device"
-            elif gain_us is not None and gain_us <= 0:
-                reasons[index] = 'nothing is predicted to be gained on this device (options["pdl"] is "auto")'
+            elif auto and (loss := _no_gain(predicted_us, measured.of(variant.name, index))):
+                reasons[index] = loss
             else:
                 carried.add(index)
                 reasons[index] = "the kernel waits before it reads what others wrote"
         chosen[variant.name], why[variant.name] = frozenset(carried), reasons
     return chosen, why
+
+
+def _no_gain(predicted_us: float | None, measured_us: float | None) -> str:
+    """Why an edge does not pay, "" when it does or nothing is known; what was measured counts before a prediction."""
+    how, gain = ("measured", measured_us) if measured_us is not None else ("predicted", predicted_us)
+    if gain is None or gain > 0:
+        return ""
+    return f'nothing is {how} to be gained on this device (options["pdl"] is "auto")'
 
 
 def _why_off(context: Context, chain: Chain) -> str:
@@ -119,17 +129,24 @@ def chain_pdl(graph: Graph, context: Context) -> int:
     def time_us(stage: str, sizes: dict[str, int]) -> float | None:
         return None if model is None else model.time_us(stage, sizes, LARGE if tokens is None else tokens)
 
-    context.report.dags.append(to_record(neighbourhood(dag, stages), direction, time_us))
-    for group in _groups(graph, dag):
+    groups = _groups(graph, dag)
+    beside = [branch for group in groups for branch in branches(dag, group)]
+    shown = neighbourhood(dag, [*stages, *(node for branch in beside for node in branch.nodes)])
+    found = [branch_record(branch, model, LARGE if tokens is None else tokens) for branch in beside]
+    context.report.dags.append(to_record(shown, direction, time_us, found))
+    for group in groups:
         chain = build_chain(group, direction=direction, name=f"moe_{direction}")
         off = _why_off(context, chain)
-        auto = model is not None and context.options.pdl == "auto"
-        chosen, why = _programmatic(chain, off, model.boundary_us if model is not None and auto else None)
+        auto = context.options.pdl == "auto"
+        measured = gains(chain, tokens_by_variant(chain), context.options.tune)
+        chosen, why = _programmatic(chain, off, auto, None if model is None else model.boundary_us, measured)
         chain = with_pdl(chain, chosen)
         check_chain(chain, context.options)
         context.report.pdl_off = off
         forecasts = {} if model is None else forecast(chain, model)
         context.report.predictions = next((each.source for each in forecasts.values()), "")
-        context.report.schedule.append(chain_record(chain, why, forecasts))
+        if not context.report.measured or measured.by_variant == {}:
+            context.report.measured = measured.source  # of several chains one that was not measured has to be told
+        context.report.schedule.append(chain_record(chain, why, forecasts, measured.by_variant))
         context.chains.append(chain)
     return 0

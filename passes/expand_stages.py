@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from moe_compiler.aliasing import has_effect
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.inline import named_arguments, write_out
 from moe_compiler.moe_ir import Level, is_moepdl, op_name
@@ -162,5 +163,5 @@ def expand_stages(graph: Graph, context: Context) -> int:
             continue
         count += 1
     if count:
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code(has_effect)
     return count

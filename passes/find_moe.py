@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
+from moe_compiler.aliasing import alias_root, aliases_argument, has_effect, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
@@ -89,7 +89,7 @@ def _leads_somewhere(node: Node, inside: frozenset[Node]) -> bool:
         seen.add(current)
         if current.op == "output":
             return True
-        if current.is_impure() and not is_op(current, "_assert_scalar"):
+        if has_effect(current) and not is_op(current, "_assert_scalar"):
             return True
         pending.extend(current.users)
     return False

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moe_compiler import device
-from moe_compiler.aliasing import mutated_arguments
+from moe_compiler.aliasing import has_effect, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, size_expr, user_line
 from moe_compiler.passes.formulations.topk import STAYS
@@ -269,7 +269,7 @@ def _drop_inside(graph: Graph, inner: set[Node]) -> None:
 
 
 def _has_effect(node: Node, inner: set[Node]) -> bool:
-    return node.is_impure() and not is_op(node, *_STATEMENTS) and not (node in inner and mutated_arguments(node))
+    return has_effect(node) and not is_op(node, *_STATEMENTS) and not (node in inner and mutated_arguments(node))
 
 
 def _biased(match: Match) -> str:

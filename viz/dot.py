@@ -2,7 +2,7 @@
 
 Shapes and line styles carry the meaning: a box computes, a parallelogram exchanges, an ellipse is an input or output;
 a bold line is a programmatic edge, a thin one a read after a write, a dashed one any other order; a bold frame is on
-the critical path.
+the critical path, and a dashed one in a branch that may run beside a chain.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def _node(node: dict[str, Any]) -> dict[str, str]:
     label = "\\n".join(graphviz.escape(line) for line in lines if line)
     kind = str(node.get("kind", "compute"))
     found = {"label": label, "shape": _SHAPES.get(kind, "box"), "tooltip": graphviz.escape(kind)}
+    if kind == "branch":
+        found["style"] = "rounded,dashed"
     return found | ({"penwidth": "2.5"} if node.get("critical") and "predicted_us" in node else {})
 
 

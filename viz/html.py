@@ -29,7 +29,7 @@ from moe_compiler.report import (
 from moe_compiler.viz import svg
 from moe_compiler.viz.layout import lay_out
 from moe_compiler.viz.style import CSS, PAGE_CSS
-from moe_compiler.viz.timeline import UNIT_NOTE, place, total_us
+from moe_compiler.viz.timeline import UNIT_NOTE, gain_text, place, total_us
 
 __all__ = ["render", "render_fragment"]
 
@@ -291,7 +291,7 @@ def _edge(edge: EdgeRecord, variant: VariantRecord) -> str:
         for number in (edge.producer, edge.consumer)
     ]
     through = f' <span class="muted">through {escape(", ".join(edge.through))}</span>' if edge.through else ""
-    gain = "" if edge.predicted_us is None else f"{edge.predicted_us:.1f} µs"
+    gain = gain_text(edge, "µs").removeprefix("gain ")
     return (
         f"<tr><td>{escape(ends[0])} → {escape(ends[1])}{through}</td><td>{escape(edge.kind)}</td>"
         f"<td>{'programmatic' if edge.programmatic else 'plain'}</td><td>{escape(edge.why)}</td>"
@@ -314,7 +314,8 @@ def _dags(dags: list[DagRecord]) -> str:
             f"{plural(len(record.edges), 'edge')}</span>{note}</figcaption>"
         )
         picture = svg.dag(layout, f"moepdl-dag-{number}", title)
-        parts.append(f'<figure>{caption}<div class="scroll">{picture}</div></figure>')
+        beside = "".join(f'<p class="muted">{escape(str(branch))}</p>' for branch in record.folded_branches())
+        parts.append(f'<figure>{caption}{beside}<div class="scroll">{picture}</div></figure>')
     return svg.legend(signs, dag=True) + "".join(parts)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_compiler.report import EdgeRecord, VariantRecord
 from moe_compiler.viz.layout import Box, Layout, Route, text_width
-from moe_compiler.viz.timeline import Span, place, total_us
+from moe_compiler.viz.timeline import Span, gain_text, place, total_us
 
 __all__ = ["dag", "edge_style", "lane_signs", "legend", "route_style", "swim_lanes"]
 
@@ -235,7 +235,8 @@ def _lane_edge(edge: EdgeRecord, style: str, path: str, spans: list[Span], ident
     title = f"{spans[edge.producer].launch.kernel} to {spans[edge.consumer].launch.kernel}: {words}, {edge.kind}"
     title += f" through {', '.join(edge.through)}" if edge.through else ""
     title += f"; {edge.why}" if edge.why else ""
-    title += f"; predicted gain {edge.predicted_us:.1f} µs" if edge.predicted_us is not None else ""
+    gain = gain_text(edge, "µs")
+    title += f"; {gain}" if gain else ""
     head = "pdl" if style == "pdl" else "edge"
     return _line(title, style, path, f"{identity}-{head}")
 

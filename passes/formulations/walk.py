@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moe_compiler.aliasing import alias_root, aliases_argument, mutated_arguments
+from moe_compiler.aliasing import alias_root, aliases_argument, has_effect, mutated_arguments
 from moe_compiler.moe_ir import Miss, op_name, size_expr
 
 __all__ = [
@@ -345,7 +345,7 @@ def same_value(a: object, b: object, depth: int = 6) -> bool:
     if isinstance(a, Node) and isinstance(b, Node):
         if a is b:
             return True
-        pure = a.op == b.op == "call_function" and not a.is_impure() and a.target is b.target
+        pure = a.op == b.op == "call_function" and not has_effect(a) and a.target is b.target
         if not pure or depth == 0 or is_op(a, *_NEW_VALUES) or a.kwargs.keys() != b.kwargs.keys():
             return False
         pairs = [*zip(a.args, b.args, strict=False), *((a.kwargs[key], b.kwargs[key]) for key in a.kwargs)]
@@ -391,7 +391,7 @@ def read_by(node: Node) -> list[Node]:
 
 def live_users(node: Node) -> list[Node]:
     """The users of a node that lead somewhere: dead code left by an earlier rewrite does not count."""
-    return [user for user in node.users if user.users or user.op == "output" or user.is_impure()]
+    return [user for user in node.users if user.users or user.op == "output" or has_effect(user)]
 
 
 def only_user(node: Node, what: str) -> Node:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_compiler import device
-from moe_compiler.backend import last_reports, moepdl
+from moe_compiler.backend import explain, last_reports, moepdl
 from moe_compiler.block_program import BlockSizes, forward_program, inputs_of, weights_of
 from moe_compiler.errors import KernelError
 from moe_compiler.graph_edges import read_edges
@@ -81,6 +81,29 @@ def test_the_captured_graph_has_the_planned_programmatic_edges(tokens, expected)
     off, twin = captured_edges(torch.compile(block, backend="moepdl", options={"pdl": "off", "require_match": True}), x)
     assert sum(edge.programmatic for edge in off) == 0
     assert torch.equal(out, twin)
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_gains_are_measured_kept_and_decide(tokens, tmp_path, monkeypatch):
+    if device.why_no_pdl("cuda"):
+        pytest.skip(device.why_no_pdl("cuda"))
+    monkeypatch.setenv("MOEPDL_CACHE_DIR", str(tmp_path))
+    block = qwen3_block(torch.bfloat16).cuda()
+    x = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16)
+    numbers = torch.cuda.get_rng_state()
+    with torch.no_grad():
+        report = explain(block, x, options={"tune": "full"})
+        assert torch.equal(numbers, torch.cuda.get_rng_state())
+        assert report.measured == f"measured on {torch.cuda.get_device_name()}"
+        (chain,) = report.schedule
+        variant = next(v for v in chain.variants if v.max_tokens is None or tokens <= v.max_tokens)
+        near = [edge for edge in variant.edges if edge.producer == edge.consumer - 1]
+        assert len(near) == len(variant.launches) - 1
+        for edge in near:
+            assert abs(edge.measured_us) < 20 and edge.programmatic == (edge.measured_us > 0), edge
+        again = explain(block, x)
+        assert again.measured == report.measured and again.schedule == report.schedule, "looked up, not measured anew"
+        assert_accurate(compiled(block)(x), block(x), float64_block(block, x))
 
 
 def test_weights_are_not_copied_at_each_step_under_cuda_graphs():
@@ -235,3 +258,23 @@ def test_gpt_oss_is_accurate(implementation):
         assert_block_is_accurate(ours, block, tokens, torch.bfloat16, "cuda", float64_gpt_oss, draws=16)
     (match,) = last_reports()[-1].matches
     assert (match.attributes["packing"], match.attributes["biases"]) == ("interleaved", "gate, down")
+
+
+def test_a_users_triton_kernel_beside_a_block_is_launched():
+    from tests.gpu.late_producer import careless_copy
+
+    block = qwen3_block(torch.bfloat16).cuda()
+
+    def model(x):
+        y = block(x)
+        out = torch.zeros_like(y)
+        careless_copy[(1,)](y, out, y.numel(), 4096, False)
+        return out
+
+    x = torch.randn(1, 7, 32, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = block(x)
+        for remainder in ("eager", "inductor"):
+            torch._dynamo.reset()
+            found = compiled(model, options={"remainder": remainder})(x)
+            assert_accurate(found, expected, float64_block(block, x))

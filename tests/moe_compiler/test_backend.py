@@ -313,6 +313,18 @@ def test_a_pass_that_fails_is_named_or_falls_back_once(phase, remainder, monkeyp
     assert report.status == "fallback" and "lost its way" in report.errors[0]
 
 
+def test_inductors_own_programmatic_launches_are_told():
+    def told(**options):
+        return [note for note in explain(qwen3_block(), torch.randn(1, 9, 32), options=options).notes if "pdl" in note]
+
+    assert told() == []
+    (note,) = told(inductor={"triton.enable_pdl": True})
+    assert note.startswith("inductor's triton.enable_pdl is on: kernels of the remainder that only write do not wait")
+    with torch._inductor.config.patch({"triton.enable_pdl": True}):
+        assert told() == [note]
+        assert told(inductor={"triton.enable_pdl": False}) == []
+
+
 def test_explain_looks_at_the_whole_graph_where_dynamo_breaks_it():
     from moe_compiler.testing import examples
 

@@ -232,6 +232,9 @@ def test_explain_tells_how_each_launch_is_made_and_why(capsys, tmp_path, monkeyp
     table = out.partition("launches by chain: start and duration")[2]
     assert "forward moe_forward" in table and "experts_loop" in table
     assert "plain  the block runs on cpu" in table
+    code, out, _ = run(capsys, "explain", "cli_block:block", "--options", '{"remainder": "eager"}', "--measure")
+    assert code == cli.DONE
+    assert "launches by chain: start and duration, gains not measured: no CUDA device" in out
 
 
 @pytest.mark.parametrize(
@@ -244,6 +247,11 @@ def test_explain_tells_how_each_launch_is_made_and_why(capsys, tmp_path, monkeyp
         (["cli_models:wrong"], cli.MISUSED, "returned int, not (model, args)"),
         (["cli_models:tiny", "--options", "{"], cli.MISUSED, "--options is not JSON"),
         (["cli_models:tiny", "--options", '{"pld": 1}'], cli.MISUSED, "options has no key 'pld'"),
+        (
+            ["cli_models:tiny", "--measure", "--options", '{"tune": "off"}'],
+            cli.MISUSED,
+            "--measure means tune=\"full\", and --options says 'off'",
+        ),
         (["cli_models:broken"], cli.FAILED, "ZeroDivisionError: the model's own fault"),
     ],
 )

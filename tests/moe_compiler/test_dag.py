@@ -17,6 +17,7 @@ from moe_compiler.cost import stage_cost
 from moe_compiler.dag import build_dag, convex, neighbourhood, to_record, without_getitems
 from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.pipeline import run_passes
+from moe_compiler.report import DagRecord
 from tests.moe_compiler.graphs import E, H, I, K, context, forward_graph
 
 
@@ -46,6 +47,62 @@ def test_reads_and_writes_of_one_memory_are_ordered_through_views():
     assert kinds[("sub", "fill_")] == "war"
     assert kinds[("mul_", "fill_")] == "waw"
     assert kinds[("add", "view")] == "raw"
+
+
+def test_writers_through_views_lists_and_slices_follow_each_other():
+    def function(x):
+        doubled = x * 2
+        x[0].add_(1)
+        tripled = x[1] * 3
+        x.copy_(doubled)
+        torch._foreach_add_([doubled, tripled], 1.0)
+        return doubled, tripled
+
+    kinds = named(build_dag(traced(function, (4, 4)).graph))
+    assert kinds["mul", "add_"] == "war" and kinds["add_", "copy_"] == "waw" and kinds["mul_1", "copy_"] == "war"
+    assert kinds["copy_", "_foreach_add_"] == "war" and kinds["mul_1", "_foreach_add_"] == "raw"
+
+
+def test_random_numbers_keep_their_order():
+    kinds = named(build_dag(traced(lambda x: x + torch.rand(3) + torch.rand(3), (3,)).graph))
+    assert kinds["rand", "rand_1"] == "effect"
+
+
+def test_collectives_of_a_group_are_started_in_order():
+    c10d = torch.ops._c10d_functional
+    graph = Graph()
+    x, y, z = (graph.placeholder(name) for name in "xyz")
+    first = graph.call_function(c10d.all_reduce.default, (x, "sum", "a"))
+    graph.call_function(c10d.all_to_all_single.default, (y, [1], [1], "b"))
+    graph.call_function(c10d.wait_tensor.default, (first,))
+    graph.call_function(c10d.all_gather_into_tensor.default, (z, 4, "a"))
+    graph.call_function(c10d.reduce_scatter_tensor.default, (y, "sum", 4, "b"))
+    graph.output(())
+    found = {
+        tuple(end.removesuffix("_default") for end in ends): kind for ends, kind in named(build_dag(graph)).items()
+    }
+    assert found == {
+        ("all_reduce", "wait_tensor"): "raw",
+        ("all_reduce", "all_gather_into_tensor"): "order",
+        ("all_to_all_single", "reduce_scatter_tensor"): "order",
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "text"),
+    [
+        (["a", "b", "a"], [], "two nodes of one id"),
+        (["a"], [("a", "b")], "ends at b, which is no node"),
+        (["a", "b"], [("b", "a")], "edge from b to a leads back"),
+        (["a"], [("a", "a")], "edge from a to a leads back"),
+    ],
+)
+def test_a_record_that_is_no_dag_is_refused(nodes, edges, text):
+    pairs = [{"source": a, "target": b, "kind": "raw"} for a, b in edges]
+    record = DagRecord("forward", [{"id": name} for name in nodes], pairs)
+    with pytest.raises(ValueError, match=text):
+        record.check()
+    DagRecord("forward", [{"id": "a"}, {"id": "b"}], [{"source": "a", "target": "b", "kind": "raw"}]).check()
 
 
 def test_stages_of_a_block_and_their_costs():

@@ -12,11 +12,13 @@ import torch
 from moe_compiler import device, device_model
 from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
 from moe_compiler.calibrate import Point, calibrate, fit, fit_kernel
+from moe_compiler.cost import stage_cost
 from moe_compiler.device_model import DeviceModel, KernelModel, calibration_path, load, save
 from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.pipeline import run_passes
 from moe_compiler.runtime_kernels.registry import kernel, names
+from moe_compiler.runtime_kernels.tiles import TABLES
 from moe_compiler.viz.dot import dags_text
 from tests.moe_compiler.graphs import E, H, I, K, context, forward_graph
 
@@ -197,6 +199,10 @@ def test_a_report_tells_predicted_times_and_gains(monkeypatch, h200):
         assert variant.predicted_us == pytest.approx(total - variant.programmatic * h200.boundary_us)
         for edge in variant.edges:
             assert edge.predicted_us == (h200.boundary_us if edge.producer == edge.consumer - 1 else None)
+        for launch in variant.launches:
+            assert {"bytes", "flops"} <= launch.cost.keys() and ("grid" in launch.cost) == (launch.kernel in TABLES)
+    sizes = {"k": K, "E": E, "H": H, "I": I, "N": 2 * I, "w": 2}
+    assert by_name["few"].launches[1].cost["flops"] == str(stage_cost("gate_up_few", sizes).flops)
     assert "us predicted at T=4096" in str(report)
 
 

@@ -43,6 +43,7 @@ FILES = {
     "matches.json",
     "schedule.json",
     "dag.dot",
+    "dag.txt",
     "timeline.json",
     "report.html",
     "report.txt",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
+import networkx as nx
 import pytest
 import torch
 from torch.testing import FileCheck
@@ -173,7 +177,31 @@ def test_a_backward_chain_on_a_gpu(hopper):
     (variant,) = program(module).variants
     assert kernels(variant) == ["grad_act", "grad_down", "grad_gate_up", "grad_pairs", "combine"]
     assert variant.buffers[variant.launches[1].outs["grad_down"]].like == "down"
-    assert {(edge.producer, edge.consumer) for edge in edges(variant)} == {(0, 1), (0, 2), (0, 3), (3, 4)}
+    found = {(edge.producer, edge.consumer): edge.kind for edge in edges(variant)}
+    assert found == {(0, 1): "raw", (0, 2): "raw", (0, 3): "raw", (1, 2): "order", (2, 3): "order", (3, 4): "raw"}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "backward at the input", "backward of some"])
+def test_no_order_of_a_chain_has_more_neighbours_that_feed_each_other(hopper, direction):
+    """Each such pair is a boundary whose consumer has its operands hot; every other order that is right has at most
+    as many. A programmatic boundary gains the same wherever it is, so nothing else tells one order from another."""
+    if direction == "forward":
+        module = forward_graph(tokens=9)
+    elif direction == "backward of some":
+        module = backward_graph(needs=(True, True, False, False, True))
+    else:
+        module = backward_graph(at="input" if "input" in direction else "output")
+    run_phase(module, "graph", context(direction.split()[0]))
+    for variant in program(module).variants:
+        fed = {(edge.producer, edge.consumer) for edge in edges(variant) if edge.kind == "raw"}
+        dag = nx.DiGraph(fed)
+        dag.add_nodes_from(range(len(variant.launches)))
+
+        def neighbours(order, fed=fed):
+            return sum(pair in fed for pair in pairwise(order))
+
+        most = max(map(neighbours, nx.all_topological_sorts(dag)))
+        assert neighbours(range(len(variant.launches))) == most, kernels(variant)
 
 
 def test_a_router_whose_weights_pass_through_something_stays_a_stage_of_its_own(hopper):
@@ -224,6 +252,24 @@ def test_the_first_launch_of_a_chain_may_not_be_programmatic():
     with pytest.raises(VerifyError, match="first launch of a chain carries the PDL attribute"):
         check_chain(wrong, ctx.options)
     check_chain(with_pdl(chain, {"few": frozenset({1, 2})}), ctx.options)
+
+
+def test_memory_that_a_chain_uses_again_is_held_to_the_rules(hopper):
+    from moe_compiler.pdl_rules import Wait, check
+    from moe_compiler.verify import grids
+
+    ctx = context("backward")
+    run_passes(backward_graph(), (expand_stages, chain_pdl), ctx)
+    (chain,) = ctx.chains
+    (variant,) = chain.program.variants
+    found = grids(chain, variant)
+    act = variant.launches[0].outs["act"]
+    assert [grid.name for grid in found if act in grid.touched] == [*kernels(variant)]
+    assert act in found[2].writes and act not in found[1].writes, "grad_down is the last to read it"
+    assert not check(found)
+    careless = [*found[:2], replace(found[2], wait=Wait.SOME), *found[3:]]
+    reasons = [str(violation) for violation in check(careless)]
+    assert any(f"writes {act}, which grad_down may still be using" in reason for reason in reasons)
 
 
 def test_the_runner_catches_a_pass_that_lies_or_breaks_the_graph(hopper):

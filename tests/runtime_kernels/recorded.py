@@ -82,9 +82,9 @@ def operands(dtype: torch.dtype = torch.bfloat16, listed: bool = False) -> dict[
     return tensors
 
 
-def record_on(tensors: dict[str, Any], name: str, pdl: bool, dtype: torch.dtype, **options: Any) -> list[Start]:
-    """The starts of one launch of kernel `name` on these tensors."""
-    attrs = {
+def attributes(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The attributes of a launch of kernel `name` on `operands`."""
+    return {
         **({"k": K, **ROUTE, "score_dtype": torch.float32} if name.startswith("route") else {}),
         **({"num_experts": EXPERTS} if name.startswith("order") else {}),
         "k": K,
@@ -93,12 +93,16 @@ def record_on(tensors: dict[str, Any], name: str, pdl: bool, dtype: torch.dtype,
         "save": True,
         "dtype": dtype,
     }
+
+
+def record_on(tensors: dict[str, Any], name: str, pdl: bool, dtype: torch.dtype, **options: Any) -> list[Start]:
+    """The starts of one launch of kernel `name` on these tensors."""
     traits = kernel(name).traits
     with recording() as starts:
         kernel(name).launch(
             {key: tensors[key] for key in traits.writes},
             {key: tensors[key] for key in traits.reads},
-            attrs,
+            attributes(name, dtype),
             pdl=pdl,
             **options,
         )

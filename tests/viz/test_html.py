@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 
 import pytest
 
 from moe_compiler.report import (
+    BranchRecord,
     ChainRecord,
     DagRecord,
     EdgeRecord,
@@ -138,7 +140,7 @@ def test_lanes_hatch_the_early_start_and_stroke_each_kind_of_edge(samples):
     assert picture.count('class="line data"') == 2
     assert picture.count('class="band"') == 2
     assert "starts 2.9 µs before its producer ends" in picture
-    assert "programmatic edge, raw through perm, starts; adjacent; predicted gain 2.9 µs" in picture
+    assert "programmatic edge, raw through perm, starts; adjacent; gain 2.90 µs predicted" in picture
     assert '<title id="t-title">title</title>' in picture
 
 
@@ -206,8 +208,8 @@ def test_without_predictions_the_axis_counts_units(samples):
     report.schedule = [ChainRecord("c", "forward", (bare,))]
     plain = Checker(render(report)).plain
     assert "no prediction: each launch is drawn as one unit" in plain
-    assert "µs" not in svg.swim_lanes(bare, "t", "title").replace("predicted gain 2.9 µs", "").replace(
-        "predicted gain 4.5 µs", ""
+    assert "µs" not in svg.swim_lanes(bare, "t", "title").replace("gain 2.90 µs predicted", "").replace(
+        "gain 4.50 µs predicted", ""
     )
 
 
@@ -247,3 +249,13 @@ def test_both_themes_and_no_style_outside_the_report(samples):
 
 def test_the_same_report_gives_the_same_bytes(report):
     assert render(report) == render(report)
+
+
+def test_branches_beside_a_chain_are_told(samples):
+    branch = BranchRecord(("a", "b"), ("mm", "mul"), ("gate_up", "down"), "64*T", "128*T", {"a": 3.25}, 1.5, 8)
+    dag = DagRecord("forward", [{"id": "a"}, {"id": "b"}], [], (branch, dataclasses.replace(branch, nodes=("c", "d"))))
+    page = render(dataclasses.replace(samples.sample(), dags=[dag]))
+    assert (
+        "branch x2 of 2 nodes (1 matmul, 3.2 us predicted) may overlap with gate_up, down; a second stream is "
+        "predicted to gain 1.5 us at T=8; it runs on the chain&#x27;s stream"
+    ) in page

@@ -145,8 +145,15 @@ def test_schedule_text_is_a_line_a_launch(samples):
     assert lines[0] == "forward layers.0.mlp x32, few (T <= 4): 8.1 us predicted"
     assert lines[1].split() == ["0", "stream", "0", "gate_up_few", "0.0", "5.8", "plain"]
     assert lines[2].split()[:7] == ["1", "stream", "0", "down_few", "4.2", "3.9", "programmatic"]
-    assert "gain 1.6 us predicted" in lines[2].replace("1.60", "1.6")
-    assert len(lines) == 3 + 6 + 6
+    assert lines[2].endswith("; gain 1.60 us predicted")
+    assert lines[5].endswith("programmatic  adjacent; gain 2.90 us predicted")
+    far = [line for line in lines if line.startswith("  edges ")]
+    assert far == [
+        "  edges 0 > 3 (perm, starts): plain  complete before the parent's wait returned",
+        "  edges 2 > 4 (shared): plain  another stream: joined by an event",
+        "  edges 0 > 2 (grad_preact): plain  complete before the parent's wait returned",
+    ]
+    assert len(lines) == 3 + (6 + 2) + (6 + 1)
     bare = Report("0/0", "rewritten", schedule=[ChainRecord("c", "forward", (variant(None),))])
     assert schedule_text(bare).splitlines() == [
         "forward c, v (any T): no prediction",

@@ -1,0 +1,143 @@
+"""Branches beside a chain: which nodes they are, what they cost, and what a second stream is predicted to gain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import sympy
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moe_compiler import device
+from moe_compiler.branches import FORK_JOIN_US, gain_us, matmul_cost
+from moe_compiler.device_model import DeviceModel, KernelModel
+from moe_compiler.passes.chain_pdl import chain_pdl
+from moe_compiler.passes.expand_stages import expand_stages
+from moe_compiler.pipeline import run_passes
+from moe_compiler.report import Report
+from tests.moe_compiler.graphs import EXPERTS, ROUTE, E, H, I, context
+
+S = 24
+# bytes and FLOPs a microsecond, and a microsecond for each launch.
+RATE, SPEED, FIXED = 1e4, 1e6, 1.0
+KERNELS = ("route", "order", "gate_up", "down", "combine")
+MODEL = DeviceModel("NVIDIA H200", "shipped", {name: KernelModel(FIXED, RATE, SPEED, 30.0) for name in KERNELS}, 0.5)
+
+
+def layers(tokens=4, count=1, shared=True, first=False):
+    """Layers of a block with (or without) a shared expert, after autograd; `first`: the shared expert stands first."""
+
+    def routed(x, logits, gate_up, down):
+        weights, ids = torch.ops.moepdl.route(logits, *ROUTE)
+        return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], [], [], [], *EXPERTS)
+
+    def expert(x, gate, up, down):
+        return torch.mm(torch.sigmoid(torch.mm(x, gate)) * torch.mm(x, up), down)
+
+    def model(x, router, gate_up, down, *own):
+        for _ in range(count):
+            x = x * 0.5
+            beside = expert(x, *own) if shared and first else None
+            y = routed(x, torch.mm(x, router), gate_up, down)
+            if shared and beside is None:
+                beside = expert(x, *own)
+            x = y if beside is None else y + beside
+        return torch.mm(x, router)
+
+    shapes = [(tokens, H), (H, E), (E, 2 * I, H), (E, H, I), (H, S), (H, S), (S, H)]
+    with FakeTensorMode():
+        return make_fx(model)(*[torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in shapes])
+
+
+@pytest.fixture
+def dag_of(monkeypatch):
+    """The DAG's record of a graph as on a machine with MODEL (or with another)."""
+    monkeypatch.setattr(device, "why_no_pdl", lambda kind: "")
+
+    def made(module, model=MODEL):
+        monkeypatch.setattr(device, "cost_model", lambda kind: model)
+        ctx = context()
+        run_passes(module, (expand_stages, chain_pdl), ctx)
+        (dag,) = ctx.report.dags
+        return dag
+
+    return made
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_shared_expert_is_a_branch_wherever_it_stands(dag_of, first):
+    dag = dag_of(layers(first=first))
+    (branch,) = dag.branches
+    assert sorted(branch.operators) == ["mm", "mm", "mm", "mul", "sigmoid"]
+    assert [name.removesuffix("_default") for name in branch.beside] == ["route", "order", "gate_up", "down", "combine"]
+    assert sympy.sympify(branch.flops) == 3 * 2 * 4 * H * S
+    assert sympy.sympify(branch.bytes) == 2 * (3 * H * S + 2 * (4 * H + 4 * S) + (4 * S + 4 * H))
+    kinds = {node["id"]: node for node in dag.nodes}
+    assert {kinds[name]["kind"] for name in branch.nodes} == {"branch"}
+    matmuls = [kinds[name] for name in branch.nodes if kinds[name]["label"] == "mm"]
+    assert all(node["predicted_us"] > FIXED and not node["critical"] and node["slack_us"] > 0 for node in matmuls)
+
+
+def test_what_feeds_the_chain_or_follows_it_is_no_branch(dag_of):
+    assert dag_of(layers(shared=False, count=2)).branches == ()
+
+
+def test_each_layer_has_its_own_and_equal_ones_are_told_once(dag_of):
+    dag = dag_of(layers(count=3))
+    assert [len(branch.nodes) for branch in dag.branches] == [5, 5, 5]
+    names = [set(branch.nodes) for branch in dag.branches]
+    assert not names[0] & names[1] and not names[1] & names[2]
+    (told,) = dag.folded_branches()
+    assert told.count == 3 and str(told).startswith("branch x3 of 5 nodes (3 matmuls, ")
+
+
+def test_the_gain_is_what_memory_arithmetic_and_the_longer_one_leave():
+    # Launch costs alone: all of the shorter one is hidden.
+    assert gain_us((10.0, 1.0, 0.0), (4.0, 1.0, 0.0)) == 4.0 - FORK_JOIN_US
+    # Both bound by memory: nothing is hidden, and the fork and the join cost.
+    assert gain_us((10.0, 10.0, 1.0), (4.0, 4.0, 1.0)) == -FORK_JOIN_US
+    # One bound by memory, the other by arithmetic: they share the device well.
+    assert gain_us((10.0, 10.0, 2.0), (8.0, 1.0, 8.0)) == 18.0 - 11.0 - FORK_JOIN_US
+
+
+def test_a_record_tells_the_gain_and_for_which_tokens(dag_of):
+    (branch,) = dag_of(layers()).branches
+    mine = [KernelModel(FIXED, RATE, SPEED, 30.0)] * 3
+    costs = [(2 * (H * S + 4 * H + 4 * S), 2 * 4 * H * S)] * 3
+    times = [kernel.time_us(*cost) for kernel, cost in zip(mine, costs, strict=True)]
+    assert list(branch.predicted_us.values()) == pytest.approx(times, abs=1e-3)
+    assert branch.at_tokens == 4 and 0 < branch.gain_us + FORK_JOIN_US <= sum(times)
+    assert f"a second stream is predicted to gain {branch.gain_us:.1f} us at T=4" in str(branch)
+
+
+def test_without_a_model_or_a_row_nothing_is_predicted(dag_of):
+    for model in (None, replace(MODEL, kernels={})):
+        (branch,) = dag_of(layers(), model).branches
+        assert branch.predicted_us == {} and branch.gain_us is None and branch.at_tokens is None
+        assert "predicted" not in str(branch) and "may overlap with route" in str(branch)
+    partial = {name: kernel for name, kernel in MODEL.kernels.items() if name != "down"}
+    (branch,) = dag_of(layers(), replace(MODEL, kernels=partial)).branches
+    assert len(branch.predicted_us) == 3 and branch.gain_us is None
+
+
+def test_matmuls_of_every_spelling():
+    def model(a, b, c, d, bias):
+        return torch.addmm(bias, a, b), torch.bmm(c, d), a * 2
+
+    with FakeTensorMode():
+        tensors = [torch.empty(s) for s in ((3, 5), (5, 7), (2, 3, 5), (2, 5, 7), (7,))]
+        graph = make_fx(model)(*tensors).graph
+    costs = {node.name: matmul_cost(node) for node in graph.nodes if node.op == "call_function"}
+    assert costs["addmm"] == (4 * (7 + 15 + 35 + 21), 2 * 3 * 5 * 7)
+    assert costs["bmm"] == (4 * 2 * (15 + 35 + 21), 2 * 2 * 3 * 5 * 7)
+    assert costs["mul"] is None
+
+
+def test_a_report_with_branches_survives_json(dag_of):
+    report = Report("0/0", "rewritten", dags=[dag_of(layers(count=2))])
+    assert Report.from_dict(report.to_dict()) == report
+    text = str(report.dags[0])
+    assert text.startswith("forward: ") and "branch x2 of 5 nodes" in text
+    assert "gate_up_default (stage) after " in text and "; bytes " in text and "critical" in text
