@@ -13,9 +13,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -75,10 +76,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Place:
-    """An instruction by its index, as it is reached through some calls: the address that each returns to, or None."""
+    """An instruction by its index, as a thread comes to it.
+
+    calls      the calls that it is in: the address that each returns to, or None
+    barriers   the convergence barriers that it has to pass, and where it goes on behind each
+    """
 
     index: int
     calls: tuple[int | None, ...] = ()
+    barriers: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -99,15 +105,6 @@ class Code:
     def _index(self) -> dict[int, int]:
         return {instruction.address: index for index, instruction in enumerate(self.instructions)}
 
-    @cached_property
-    def _barriers(self) -> dict[str, set[int]]:
-        """For each convergence barrier the addresses where its threads may go on."""
-        found: dict[str, set[int]] = {}
-        for instruction in self.instructions:
-            if instruction.kind == "BSSY":
-                found.setdefault(instruction.operands[0], set()).add(self._jump(instruction))
-        return found
-
     def _jump(self, instruction: Instruction) -> int:
         target = _TARGET.match(instruction.operands[-1]) if instruction.operands else None
         if target is None or int(target[1], 16) not in self._index:
@@ -127,33 +124,42 @@ class Code:
 
     def after(self, place: Place) -> tuple[Place, ...]:
         """Where a thread may be after the instruction at `place`. Raises UnknownFlowError."""
-        instruction, calls = self.instructions[place.index], place.calls
-        kind = instruction.kind
-        on = (Place(place.index + 1, calls),) if place.index + 1 < len(self.instructions) else ()
+        instruction, kind = self.instructions[place.index], self.instructions[place.index].kind
+        on = (replace(place, index=place.index + 1),) if place.index + 1 < len(self.instructions) else ()
+
+        def at(address: int, **changes: Any) -> tuple[Place, ...]:
+            return (replace(place, index=self._index[address], **changes),)
+
         if kind in _ENDS:
             return on if instruction.conditional else ()
         if kind == "BRA":
             asks = any(_PREDICATE.match(operand) for operand in instruction.operands)
-            goes = Place(self._index[self._jump(instruction)], calls)
             # BRA.DIV and BRA.CONV ask whether the threads of the warp are together.
             plain = not (instruction.conditional or asks or {"DIV", "CONV"} & {*instruction.modifiers})
-            return (goes,) if plain else (goes, *on)
-        if kind == "BSYNC":
-            ends = sorted(self._barriers.get(instruction.operands[0], ()))
-            return (*on, *(Place(self._index[address], calls) for address in ends))
+            return at(self._jump(instruction)) + (() if plain else on)
+        if kind in ("BSSY", "BREAK", "BSYNC"):
+            name = instruction.operands[0]
+            others = frozenset(barrier for barrier in place.barriers if barrier[0] != name)
+            if kind == "BSSY":
+                entered = (replace(on[0], barriers=others | {(name, self._jump(instruction))}),)
+                return entered + (on if instruction.conditional else ())
+            if kind == "BREAK":
+                return (replace(on[0], barriers=others), *(on if instruction.conditional else ()))
+            # A thread that has left the barrier before goes on.
+            behind = [address for barrier, address in place.barriers if barrier == name]
+            return (replace(on[0], barriers=others), *(at(behind[0], barriers=others) if behind else ()))
         if kind == "WARPSYNC" and "COLLECTIVE" in instruction.modifiers:
-            return (*on, Place(self._index[self._jump(instruction)], calls))
+            return at(self._jump(instruction)) + on
         if kind == "CALL":
-            if "REL" not in instruction.modifiers or len(calls) == _DEEPEST:
+            if "REL" not in instruction.modifiers or len(place.calls) == _DEEPEST:
                 raise UnknownFlowError(f"{instruction} cannot be followed")
-            goes = Place(self._index[self._jump(instruction)], (*calls, self._returns_to(place.index)))
-            return (goes, *on) if instruction.conditional else (goes,)
+            called = at(self._jump(instruction), calls=(*place.calls, self._returns_to(place.index)))
+            return called + (on if instruction.conditional else ())
         if kind == "RET":
-            address = calls[-1] if calls else None
+            address = place.calls[-1] if place.calls else None
             if address is None or address not in self._index:
                 raise UnknownFlowError(f"{instruction} returns to an address that no call left behind")
-            back = Place(self._index[address], calls[:-1])
-            return (back, *on) if instruction.conditional else (back,)
+            return at(address, calls=place.calls[:-1]) + (on if instruction.conditional else ())
         if kind in _JUMPS:
             raise UnknownFlowError(f"{instruction} goes to an address that the code does not tell")
         return on
