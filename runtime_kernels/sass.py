@@ -113,7 +113,9 @@ class Code:
 
     def _returns_to(self, index: int) -> int | None:
         """The address after a call, if the code before it leaves just that address in a register."""
-        behind = self.instructions[index].address + self.instructions[1].address - self.instructions[0].address
+        if index + 1 == len(self.instructions):
+            return None
+        behind = self.instructions[index + 1].address
         for instruction in reversed(self.instructions[:index]):
             if instruction.kind in _JUMPS:
                 break
