@@ -2,8 +2,8 @@
 
 Each address in the code that will run is followed back to the parameter that it was computed from. For every register
 at every place of the code the set of its possible origins is known: the parameters whose bits it may hold, the tables
-whose entries, and the parameters' own memory (where a tensor's descriptor lies). Where ways meet the sets are joined, so
-a set always contains the truth. An address is a pair of registers; what it leads to is in the sets of both. What is
+whose entries, and the parameters' own memory (where a tensor's descriptor lies). Where ways meet the sets are joined,
+so a set always contains the truth. An address is a pair of registers; what it leads to is in the sets of both. What is
 loaded is a number, no address, unless it is loaded through a table of addresses: then it is told as `name[]`.
 
 An address without an origin is told as lost, and so is everything that the analysis does not know (an instruction, a

@@ -118,7 +118,7 @@ def audited(compiled: Any) -> AuditResult:
 
 
 def audit_code(code: Code, known: Mapping[int, Address], attribute: bool) -> AuditResult:
-    """Check machine code; `known`: its parameters that are addresses. See the module's docstring for the obligations."""
+    """Check machine code for the obligations of the module's docstring; `known`: its parameters that are addresses."""
     waits = [n for n, found in enumerate(code.instructions) if found.kind == WAIT]
     triggers = [n for n, found in enumerate(code.instructions) if found.kind == TRIGGER]
     problems = []

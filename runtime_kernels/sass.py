@@ -23,6 +23,8 @@ import triton
 __all__ = ["Code", "Instruction", "Parameter", "Place", "UnknownFlowError", "disassemble", "parse"]
 
 _INSTRUCTION = re.compile(r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>[^;/]*?[^;/\s])\s*;")
+# Some disassemblers add what the scheduler is told: "BRA 0x100 &req={1} ?trans5".
+_ANNOTATION = re.compile(r"\s+[&?].*$")
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
 _ARCHITECTURE = re.compile(r"code for sm_(\d+)")
 _PARAMETER = re.compile(r"Ordinal : 0x([0-9a-f]+)\s+Offset\s*: 0x([0-9a-f]+)\s+Size\s*: 0x([0-9a-f]+)")
@@ -208,6 +210,7 @@ def parse(text: str) -> Code:
 
 def instruction(address: int, text: str) -> Instruction:
     """An instruction from its text: "@!P0 LDG.E R0, desc[UR4][R2.64]"."""
+    text = _ANNOTATION.sub("", text)
     guard, _, rest = text.partition(" ") if text.startswith("@") else ("", "", text)
     opcode, _, operands = rest.strip().partition(" ")
     parts = tuple(part.strip() for part in operands.split(",") if part.strip())

@@ -1,9 +1,9 @@
 """What an instruction of the machine code does to registers and memory, as far as addresses are concerned.
 
 Every opcode that can hold, move or use an address stands in a table below, with the registers that it writes. One that
-stands in none raises `UnknownInstructionError`: nothing can then be said of the code. Where the width of a result is not
-certain the larger one is taken, since a register that is thought to be overwritten can only make an address lost, never
-be taken for another's.
+stands in none raises `UnknownInstructionError`: nothing can then be said of the code. Where the width of a result is
+not certain the larger one is taken, since a register that is thought to be overwritten can only make an address lost,
+never be taken for another's.
 
 Words of 32 bits are the unit: an address is a pair of registers, and each is followed by itself.
 """
@@ -17,34 +17,40 @@ from dataclasses import dataclass
 
 from moe_compiler.runtime_kernels.sass import Instruction
 
-__all__ = ["SHARED", "Access", "Effect", "Flow", "UnknownInstructionError", "effect"]
+__all__ = ["Access", "Effect", "Flow", "UnknownInstructionError", "effect"]
 
 SHARED, TENSOR = "shared", "tensor"
 
+
+def _opcodes(*lines: str) -> frozenset[str]:
+    return frozenset(opcode for line in lines for opcode in line.split())
+
+
 # Results are made of the bits of the operands: they may be addresses when those are.
-_CARRIES = frozenset(
-    "BMSK BMOV BREV FLO FSEL IABS IADD IADD3 IADD32I IDP IDP4A IMAD IMAD32I IMNMX IMUL IMUL32I ISCADD LEA LOP LOP3 LOP32I "
-    "MOV MOV32I MOVM POPC PRMT R2UR REDUX CREDUX SEL SGXT SHF SHFL SHL SHR VABSDIFF VABSDIFF4 VIADD VIADDMNMX VIMNMX "
-    "VIMNMX3 XMAD UBMSK UBREV UFLO UIABS UIADD3 UIMAD UIMNMX ULEA ULOP ULOP3 ULOP32I UMOV UPOPC UPRMT USEL USGXT USHF USHL "
-    "USHR UVIADD UVIMNMX".split()
+_CARRIES = _opcodes(
+    "BMSK BMOV BREV FLO FSEL IABS IADD IADD3 IADD32I IDP IDP4A IMAD IMAD32I IMNMX IMUL IMUL32I ISCADD LEA LOP",
+    "LOP3 LOP32I MOV MOV32I MOVM POPC PRMT R2UR REDUX CREDUX SEL SGXT SHF SHFL SHL SHR VABSDIFF VABSDIFF4 VIADD",
+    "VIADDMNMX VIMNMX VIMNMX3 XMAD UBMSK UBREV UFLO UIABS UIADD3 UIMAD UIMNMX ULEA ULOP ULOP3 ULOP32I UMOV UPOPC",
+    "UPRMT USEL USGXT USHF USHL USHR UVIADD UVIMNMX",
 )
 # Results are numbers: of floating point, of conversions, of special registers, of predicates, of tensor cores.
-_NUMBERS = frozenset(
-    "FADD FADD32I FFMA FFMA32I FMNMX FMNMX3 FMUL FMUL32I FRND FSET FSWZADD MUFU FADD2 FFMA2 FMUL2 FHADD FHFMA HADD2 HADD2_32I "
-    "HFMA2 HFMA2_32I HMNMX2 HMUL2 HMUL2_32I HSET2 VHMNMX DADD DFMA DMUL F2F F2FP F2I F2IP I2F I2FP I2I I2IP UF2F UF2FP UF2I "
-    "UFADD UFFMA UFMNMX UFMUL UFRND UFSEL UFSET UI2F UI2FP UI2I UI2IP P2R UP2UR S2R S2UR CS2R CS2UR VOTE VOTEU MATCH ELECT "
-    "B2R LEPC GETLMEMBASE SYNCS UTCATOMSWS HMMA IMMA BMMA DMMA QMMA OMMA HGMMA IGMMA QGMMA BGMMA".split()
+_NUMBERS = _opcodes(
+    "FADD FADD32I FFMA FFMA32I FMNMX FMNMX3 FMUL FMUL32I FRND FSET FSWZADD MUFU FADD2 FFMA2 FMUL2 FHADD FHFMA",
+    "HADD2 HADD2_32I HFMA2 HFMA2_32I HMNMX2 HMUL2 HMUL2_32I HSET2 VHMNMX DADD DFMA DMUL F2F F2FP F2I F2IP I2F",
+    "I2FP I2I I2IP UF2F UF2FP UF2I UFADD UFFMA UFMNMX UFMUL UFRND UFSEL UFSET UI2F UI2FP UI2I UI2IP P2R UP2UR S2R",
+    "S2UR CS2R CS2UR VOTE VOTEU MATCH ELECT B2R LEPC GETLMEMBASE SYNCS UTCATOMSWS HMMA IMMA BMMA DMMA QMMA OMMA",
+    "HGMMA IGMMA QGMMA BGMMA",
 )
 # Results are predicates, or there are none that a register holds.
-_NOTHING = frozenset(
-    "ISETP FSETP DSETP HSETP2 PSETP PLOP3 FCHK R2P UISETP UFSETP UPSETP UPLOP3 UR2UP R2B "
-    "NOP ACQBULK PREEXIT ACQSHMINIT BAR UCGABAR_ARV UCGABAR_WAIT ARRIVES CGAERRBAR DEPBAR LDGDEPBAR ERRBAR FENCE MEMBAR "
-    "NANOSLEEP PMTRIG WARPGROUP WARPGROUPSET WARPSYNC ENDCOLLECTIVE YIELD USETMAXREG SETLMEMBASE SETSMEMSIZE UVIRTCOUNT BPT "
-    "BRA BREAK BSSY BSYNC CALL EXIT KILL RET "
+_NOTHING = _opcodes(
+    "ISETP FSETP DSETP HSETP2 PSETP PLOP3 FCHK R2P UISETP UFSETP UPSETP UPLOP3 UR2UP R2B NOP ACQBULK PREEXIT",
+    "ACQSHMINIT BAR UCGABAR_ARV UCGABAR_WAIT ARRIVES CGAERRBAR DEPBAR LDGDEPBAR ERRBAR FENCE MEMBAR NANOSLEEP",
+    "PMTRIG WARPGROUP WARPGROUPSET WARPSYNC ENDCOLLECTIVE YIELD USETMAXREG SETLMEMBASE SETSMEMSIZE UVIRTCOUNT BPT",
+    "BRA BRX BRXU BREAK BSSY BSYNC CALL EXIT JMP JMX JMXU KILL RET",
     # They fetch into caches or drop from them, and return no data.
-    "CCTL CCTLL CCTLT UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF "
+    "CCTL CCTLL CCTLT UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF",
     # Tensor cores that work from shared and tensor memory.
-    "UTCBAR UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCMXQMMA UTCSHIFT".split()
+    "UTCBAR UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCMXQMMA UTCSHIFT",
 )
 _READS = frozenset(["LDG", "LD", "LDGMC"])
 _WRITES = frozenset(["STG", "ST", "RED", "REDG"])
@@ -73,6 +79,7 @@ _MOVES = frozenset(["MOV", "UMOV", "R2UR", "SEL", "USEL", "SHFL"])
 _REGISTER = re.compile(r"^[-~!|]*(?P<bank>U?R)(?P<number>\d+)\b")
 _CONSTANT = re.compile(r"^[-~|]*c\[0x0\]\[0x([0-9a-f]+)\]")
 _PREDICATE = re.compile(r"^!?U?P[0-9RT]$|^B\d+$")
+_VOTE = re.compile(r"^VOTEU\.ANY (UP\d), (P\d)$")
 _CHANGES = re.compile(r"^U?P\d$")
 _IMMEDIATE = re.compile(r"^-?0x[0-9a-f]+$")
 _PAIR = re.compile(r"\b(U?R)(\d+)\.64\b")
@@ -130,11 +137,8 @@ class Effect:
 def effect(instruction: Instruction) -> Effect:
     """What an instruction does. Raises UnknownInstructionError."""
     found = _effect(instruction)
-    kind, operands = instruction.kind, instruction.operands
-    any_of = None
-    if instruction.opcode == "VOTEU.ANY" and len(operands) == 2 and not instruction.conditional:
-        if re.match(r"^UP\d$", operands[0]) and re.match(r"^P\d$", operands[1]):
-            any_of = (operands[0], operands[1])
+    vote = _VOTE.match(str(instruction))
+    any_of = (vote[1], vote[2]) if vote is not None else None
     return Effect(found.flows, found.access, _changed(instruction), any_of)
 
 
@@ -143,7 +147,7 @@ def _changed(instruction: Instruction) -> frozenset[str]:
     kind, operands = instruction.kind, instruction.operands
     if kind in ("P2R", "UP2UR"):
         return frozenset()
-    ahead = [o for o in itertools.takewhile(_PREDICATE.match, operands)]
+    ahead = list(itertools.takewhile(_PREDICATE.match, operands))
     behind = list(itertools.takewhile(_PREDICATE.match, operands[len(ahead) + 1 :]))
     # The first two of a test, whose further operands are predicates too; the first of a vote.
     found = [*ahead[: 1 if kind in ("VOTE", "VOTEU") else 2], *(behind if len(ahead) < 2 else ())]
@@ -219,7 +223,7 @@ def _slot(offset: int) -> str:
 
 
 def _words(operand: str, count: int) -> tuple[str, ...]:
-    """The registers of an operand that takes `count` of them; none for the zero register and for what is no register."""
+    """The registers of an operand that takes `count` of them; none for the zero register and what is no register."""
     found = _REGISTER.match(operand)
     if found is None:
         return ()

@@ -257,7 +257,11 @@ def test_what_is_loaded_is_an_address_only_from_a_table():
 @pytest.mark.parametrize(("architecture", "own"), [(90, "0x198"), (100, "0x348")])
 def test_a_tile_is_followed_to_its_descriptor(architecture, own):
     def reads(step: str) -> Accesses:
-        lines = [f"ULDC.64 UR4, c[0x0][{own}]", f"UIADD3 UR4, UP0, UR4, {step}, URZ", "UIADD3.X UR5, URZ, UR5, URZ, UP0"]
+        lines = [
+            f"ULDC.64 UR4, c[0x0][{own}]",
+            f"UIADD3 UR4, UP0, UR4, {step}, URZ",
+            "UIADD3.X UR5, URZ, UR5, URZ, UP0",
+        ]
         return accesses(code([*lines, "UTMALDG.2D [UR8], [UR4]", "EXIT"], architecture), NAMES)
 
     assert reads("0x40") == Accesses(frozenset({"tensor"}), frozenset(), frozenset(), ())

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("triton", reason="the disassembler comes with triton")
 
-from moe_compiler.runtime_kernels.sass import Parameter, UnknownFlowError, instruction, parse  # noqa: E402
-from moe_compiler.runtime_kernels.sass_effects import UnknownInstructionError, effect  # noqa: E402
-from tests.runtime_kernels.machine_code import code  # noqa: E402
+from moe_compiler.runtime_kernels.sass import Parameter, UnknownFlowError, instruction, parse
+from moe_compiler.runtime_kernels.sass_effects import UnknownInstructionError, effect
+from tests.runtime_kernels.machine_code import code
 
 LISTING = """
 .nv.info.add_kernel
@@ -45,6 +45,11 @@ def test_a_listing_gives_instructions_and_parameters():
     assert (load.address, load.guard, load.kind, load.modifiers) == (16, "@!P0", "LDG", ("E", "128"))
     assert load.operands == ("R4", "desc[UR4][R2.64]") and load.conditional
     assert str(load) == "@!P0 LDG.E.128 R4, desc[UR4][R2.64]"
+
+
+def test_what_a_disassembler_says_about_scheduling_is_no_operand():
+    assert instruction(0, "@!P0 BRA 0xde0      &req={1}   ?trans5").operands == ("0xde0",)
+    assert instruction(0, "EXIT    ?WAIT12_END_GROUP").opcode == "EXIT"
 
 
 @pytest.mark.parametrize("text", ["", LISTING + LISTING.replace("add_kernel", "other_kernel")], ids=["none", "two"])

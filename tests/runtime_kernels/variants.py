@@ -1,9 +1,9 @@
 """Every variant of every device kernel that can be launched with the PDL attribute, as recorded starts.
 
 They come from the tables that the launches themselves use: the kernels of the registry, the tiles of `TABLES` for a
-data type on a device of compute capability 9.0 or later, the data types, the activations that are known, and the layouts
-of weights. Each tile of each kernel comes with each data type that it is for and each layout; each epilogue comes with the
-tile that the kernel takes by itself. What is new in a table is a new variant.
+data type on a device of compute capability 9.0 or later, the data types, the activations that are known, and the
+layouts of weights. Each tile of each kernel comes with each data type that it is for and each layout; each epilogue
+comes with the tile that the kernel takes by itself. What is new in a table is a new variant.
 """
 
 from __future__ import annotations
