@@ -128,45 +128,49 @@ class Code:
 
     def after(self, place: Place) -> tuple[Place, ...]:
         """Where a thread may be after the instruction at `place`. Raises UnknownFlowError."""
-        instruction, kind = self.instructions[place.index], self.instructions[place.index].kind
-        on = (replace(place, index=place.index + 1),) if place.index + 1 < len(self.instructions) else ()
+        instruction = self.instructions[place.index]
+        kind, spared = instruction.kind, instruction.conditional
 
         def at(address: int, **changes: Any) -> tuple[Place, ...]:
             return (replace(place, index=self._index[address], **changes),)
 
+        def on(**changes: Any) -> tuple[Place, ...]:
+            if place.index + 1 == len(self.instructions):
+                raise UnknownFlowError(f"{instruction} is the last instruction, and nothing ends there")
+            return (replace(place, index=place.index + 1, **changes),)
+
         if kind in _ENDS:
-            return on if instruction.conditional else ()
+            return on() if spared else ()
         if kind == "BRA":
             asks = any(_PREDICATE.match(operand) for operand in instruction.operands)
             # BRA.DIV and BRA.CONV ask whether the threads of the warp are together.
-            plain = not (instruction.conditional or asks or {"DIV", "CONV"} & {*instruction.modifiers})
-            return at(self._jump(instruction)) + (() if plain else on)
+            asks = asks or bool({"DIV", "CONV"} & {*instruction.modifiers})
+            return at(self._jump(instruction)) + (on() if spared or asks else ())
         if kind in ("BSSY", "BREAK", "BSYNC"):
             name = instruction.operands[0]
             others = frozenset(barrier for barrier in place.barriers if barrier[0] != name)
             if kind == "BSSY":
-                entered = (replace(on[0], barriers=others | {(name, self._jump(instruction))}),)
-                return entered + (on if instruction.conditional else ())
+                return on(barriers=others | {(name, self._jump(instruction))}) + (on() if spared else ())
             if kind == "BREAK":
-                return (replace(on[0], barriers=others), *(on if instruction.conditional else ()))
+                return on(barriers=others) + (on() if spared else ())
             # A thread that has left the barrier before goes on.
             behind = [address for barrier, address in place.barriers if barrier == name]
-            return (replace(on[0], barriers=others), *(at(behind[0], barriers=others) if behind else ()))
+            return on(barriers=others) + (at(behind[0], barriers=others) if behind else ())
         if kind == "WARPSYNC" and "COLLECTIVE" in instruction.modifiers:
-            return at(self._jump(instruction)) + on
+            return at(self._jump(instruction)) + on()
         if kind == "CALL":
             if "REL" not in instruction.modifiers or len(place.calls) == _DEEPEST:
                 raise UnknownFlowError(f"{instruction} cannot be followed")
             called = at(self._jump(instruction), calls=(*place.calls, self._returns_to(place.index)))
-            return called + (on if instruction.conditional else ())
+            return called + (on() if spared else ())
         if kind == "RET":
             address = place.calls[-1] if place.calls else None
             if address is None or address not in self._index:
                 raise UnknownFlowError(f"{instruction} returns to an address that no call left behind")
-            return at(address, calls=place.calls[:-1]) + (on if instruction.conditional else ())
+            return at(address, calls=place.calls[:-1]) + (on() if spared else ())
         if kind in _JUMPS:
             raise UnknownFlowError(f"{instruction} goes to an address that the code does not tell")
-        return on
+        return on()
 
     def reached(self, past: Sequence[int] = ()) -> Iterator[Place]:
         """Every place that a thread may come to from the entry without executing an instruction at one of `past`.
@@ -194,7 +198,7 @@ def parse(text: str) -> Code:
     kernels = {found[1] for line in text.splitlines() if (found := _FUNCTION.match(line))}
     if len(kernels) != 1:
         raise ValueError(f"expected the code of one kernel, found {sorted(kernels) or 'none'}")
-    found = [match for line in text.splitlines() if (match := _INSTRUCTION.match(line))]
+    lines = [match for line in text.splitlines() if (match := _INSTRUCTION.match(line))]
     architecture, bank = _ARCHITECTURE.search(text), _BANK.search(text)
     by_number = {int(n, 16): Parameter(int(at, 16), int(size, 16)) for n, at, size in _PARAMETER.findall(text)}
     if bank is None and by_number:
@@ -202,7 +206,7 @@ def parse(text: str) -> Code:
     return Code(
         kernel=kernels.pop(),
         architecture=int(architecture[1]) if architecture is not None else 0,
-        instructions=tuple(instruction(int(match["address"], 16), match["text"]) for match in found),
+        instructions=tuple(instruction(int(match["address"], 16), match["text"]) for match in lines),
         parameters=tuple(by_number[n] for n in sorted(by_number)),
         base=int(bank[1], 16) & 0xFFFF if bank is not None else 0,
     )

@@ -104,8 +104,9 @@ def test_two_calls_of_one_function_come_back_to_their_own_place():
         ["RET.REL.NODEC R2 0x0"],
         ["CALL.REL.NOINC 0x10", "RET.REL.NODEC R2 0x0"],
         ["CALL.REL.NOINC 0x0"],
+        ["NOP"],
     ],
-    ids=["jump by register", "outside", "absolute call", "no call", "no address left", "recursion"],
+    ids=["jump by register", "outside", "absolute call", "no call", "no address left", "recursion", "no end"],
 )
 def test_ways_that_the_code_does_not_tell_are_refused(lines):
     with pytest.raises(UnknownFlowError):
