@@ -251,6 +251,10 @@ class _Analysis:
                     special.append((flow.target, other, self._origins(flow, effect.access, registers, other)))
         registers.changed(effect.predicates)
         for flow, origins in new:
+            if guard.lstrip("@!") in effect.predicates:
+                # The guard is not what it was when it let this be written.
+                registers.write(flow.target, origins | registers.read(flow.target))
+                continue
             before = registers.read(flow.target, guard) if flow.adds else _NONE
             registers.write(flow.target, origins | before, guard)
         for target, other, origins in special:

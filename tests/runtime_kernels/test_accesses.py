@@ -225,6 +225,9 @@ def test_a_guard_separates_what_it_lets_be_written_from_what_was_there():
     # Once the predicate may be another one, nothing separates them.
     again = (*lines, "ISETP.GE.AND P0, PT, R9, RZ, PT", "@P0 STG.E desc[UR12][R2.64], R4")
     assert follow(*again).writes == {"a", "b"}
+    changing = (*lines[:4], "@P0 IADD3 R2, P0, R9, UR6, RZ", "@P0 IADD3 R3, R9, UR7, RZ")
+    assert follow(*changing, "STG.E desc[UR12][R2.64], R4").writes == {"a", "b"}
+    assert "a" in follow(*changing[:5], "MOV R3, UR5", "@P0 STG.E desc[UR12][R2.64], R4").writes
     # What is computed without a guard depends on it too.
     moved = (*lines, "IADD3 R4, P1, R2, 0x10, RZ", "IADD3.X R5, RZ, R3, RZ, P1, !PT")
     assert follow(*moved, "@P0 STG.E desc[UR12][R4.64], R9").writes == {"b"}
