@@ -1,40 +1,37 @@
-"""Which parameters a kernel reads and writes through, derived from its code instead of from what is declared of it.
+"""Which parameters a kernel reads and writes through, derived from its machine code instead of from what is declared.
 
-Each address in the PTX is followed back to the parameter that it was computed from. PTX has a register for each value,
-so that is exact but for joins, where all that a value may be counts; the assembler that makes machine code of it moves
-accesses (`audit` looks at that), but to the same addresses. What is loaded is a number, no address, unless an access
-has no other origin: then it goes through a table of addresses, and is told as `name[]`. An address that leads to no
-parameter is told as lost, and a check that meets one fails.
+Each address in the code that will run is followed back to the parameter that it was computed from. For every register
+at every place of the code the set of its possible origins is known: the parameters whose bits it may hold, the tables
+whose entries, and the parameters' own memory (where a tensor's descriptor lies). Where ways meet the sets are joined,
+so a set always contains the truth. An address is a pair of registers; what it leads to is in the sets of both. What is
+loaded is a number, no address, unless it is loaded through a table of addresses: then it is told as `name[]`.
+
+An address without an origin is told as lost, and so is everything that the analysis does not know (an instruction, a
+jump through a register): a check that meets one fails.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_compiler.runtime_kernels.registry import Traits
+from moe_compiler.runtime_kernels.sass import Code, Parameter, Place, UnknownFlowError, disassemble
+from moe_compiler.runtime_kernels.sass_effects import Access, Effect, Flow, UnknownInstructionError, effect
 
-__all__ = ["Accesses", "accesses", "accesses_of", "undeclared"]
+__all__ = ["Accesses", "Address", "accesses", "accesses_of", "addresses", "undeclared"]
 
-_PREDICATE = re.compile(r"^@!?%p\d+\s+")
-_REGISTER = re.compile(r"%(?!p\d)[a-z]+\d+")
-_PARAMETER = re.compile(r"\w+_param_(\d+)")
-_GROUP = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^,{}\[\]]+")
-_WAIT = "griddepcontrol.wait"
-_DESCRIPTOR = re.compile(r"tensordesc<[^[]*\[([^]]*)\]")
-# Accesses by the first words of the opcode, and which operand is the address in global memory.
-_READS = {"ld.global": 1, "ldu.global": 1, "ld": 1, "cp.async": 1}
-_WRITES = {"st.global": 0, "st": 0, "red": 0, "cp.reduce.async.bulk": 0}
-_OF_SHARED = (".shared", ".local", ".param", ".const")
+# Where in constant bank 0 the address of the parameters' own memory lies, by the generation.
+_OWN_ADDRESS = {9: 0x198, 10: 0x348, 12: 0x348}
 
 
 @dataclass(frozen=True)
 class Accesses:
-    """Names of a kernel's parameters: what it reads and writes through them, and what of that before its wait.
+    """Names of a kernel's parameters: what it reads and writes through them, and what of that may precede its wait.
 
-    lost: the accesses whose address leads to no parameter.
+    lost: what could not be followed, as sentences: accesses whose address leads to no parameter, unknown instructions.
     """
 
     reads: frozenset[str]
@@ -44,141 +41,315 @@ class Accesses:
 
 
 @dataclass(frozen=True)
-class _Access:
-    text: str
-    kind: str
-    address: tuple[str, ...]
-    early: bool
+class Address:
+    """A parameter that is an address.
 
-
-def _instructions(ptx: str) -> list[str]:
-    """The instructions of the entry, predicates stripped; labels and directives left out."""
-    body = ptx[ptx.index("{", ptx.index(".entry")) :]
-    body = re.sub(r"//[^\n]*|/\*.*?\*/", "", body, flags=re.S)
-    found = []
-    for text in body.split(";"):
-        words = " ".join(line for line in text.split("\n") if not line.strip().startswith((".loc", ".file")))
-        # Labels, and the braces around inline assembly.
-        words = re.sub(r"^(?:\$?\w+:|[{}]|\s)+", "", words)
-        words = _PREDICATE.sub("", words.strip())
-        if words and not words.startswith("."):
-            found.append(" ".join(words.split()))
-    return found
-
-
-def _kind(opcode: str, operands: Sequence[str]) -> tuple[str, int] | None:
-    """("read" or "write", the operand that is the address) of an access to global memory; None for anything else."""
-    if opcode.startswith("cp.async.bulk"):
-        into_global = ".global.shared" in opcode
-        return ("write", 0) if into_global else ("read", 1)
-    if opcode.startswith("cp.async") and len(operands) < 2:
-        return None  # commit and wait
-    if opcode.startswith(("atom.", "atom")) and ".shared" not in opcode:
-        return "write", 1
-    if any(space in opcode for space in _OF_SHARED) and not opcode.startswith("cp."):
-        return None
-    for table, kind in ((_READS, "read"), (_WRITES, "write")):
-        for name, place in table.items():
-            if opcode == name or opcode.startswith(name + "."):
-                return kind, place
-    return None
-
-
-def accesses(ptx: str, parameters: Mapping[int, str], tables_of: frozenset[str] = frozenset()) -> Accesses:
-    """Follow the accesses of a kernel.
-
-    parameters: the names of the parameters that are addresses, by position; tables_of: those of them that point to
-    integers of 64 bits, which may be addresses.
+    table: it points to integers of 64 bits that are addresses; descriptor: it is a tensor's descriptor, by value.
     """
-    origins: dict[str, set[str]] = {}
-    flows: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-    loads: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-    found: list[_Access] = []
-    early = _WAIT in ptx
-    for text in _instructions(ptx):
-        opcode, _, rest = text.partition(" ")
-        if opcode == _WAIT:
-            early = False
+
+    name: str
+    table: bool = False
+    descriptor: bool = False
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A parameter, its table's entries, or (without a name) a place in the parameters' own memory.
+
+    at: bytes from the first parameter; None where it is not known.
+    """
+
+    name: str = ""
+    entry: bool = False
+    at: int | None = 0
+
+    def moved(self, step: int | None, limit: int) -> _Origin:
+        if self.name:
+            return self
+        at = None if step is None or self.at is None else self.at + step
+        return _Origin(at=at if at is None or 0 <= at < limit else None)
+
+
+_Origins = frozenset[_Origin]
+_State = dict[str, _Origins]
+_NONE: _Origins = frozenset()
+
+
+class _Registers:
+    """The origins of registers along a straight piece of code.
+
+    What an instruction with a guard writes is kept beside what was there before: an instruction with the same guard
+    finds the one, an instruction with the opposite guard the other, any other one both; and what is computed of it
+    without a guard is kept in the same way. That holds until the guard's predicate changes, or the piece of code ends.
+    """
+
+    def __init__(self, state: Mapping[str, _Origins]) -> None:
+        self._always: _State = dict(state)
+        self._guarded: dict[str, dict[str, _Origins]] = {}
+        # Guards that are the same as another one, by which what is written under them is kept.
+        self._same: dict[str, str] = {}
+
+    def read(self, register: str, guard: str = "") -> _Origins:
+        found = self._always.get(register, _NONE)
+        beside = self._guarded.get(register)
+        if not beside:
+            return found
+        guard = self._same.get(guard, guard)
+        if guard in beside:
+            return beside[guard]
+        excluded = _opposite(register, guard)
+        return found.union(*(held for other, held in beside.items() if other != excluded))
+
+    def guards(self, register: str | int) -> Collection[str]:
+        """The guards under which this register may hold something else than otherwise."""
+        return self._guarded.get(register, {}) if isinstance(register, str) else ()
+
+    def write(self, register: str, origins: _Origins, guard: str = "") -> None:
+        guard = self._same.get(guard, guard)
+        if not guard:
+            self._always[register] = origins
+            self._guarded.pop(register, None)
+            return
+        beside = self._guarded.setdefault(register, {})
+        opposite = _opposite(register, guard)
+        for other in [g for g in beside if g not in (guard, opposite)]:
+            self._fold(register, other)
+        beside[guard] = origins
+        if opposite in beside:
+            self._always[register] = _NONE
+
+    def beside(self, register: str, origins: _Origins, guard: str) -> None:
+        """What has just been written to a register is just this where the guard holds."""
+        self._guarded.setdefault(register, {})[guard] = origins
+
+    def changed(self, predicates: Collection[str]) -> None:
+        """These predicates may be others now."""
+        self._same = {guard: same for guard, same in self._same.items() if guard.lstrip("@!") not in predicates}
+        for gone in {same for same in self._same.values() if same.lstrip("@!") in predicates}:
+            # Another guard that is the same takes its place.
+            heir = next(guard for guard, same in self._same.items() if same == gone)
+            del self._same[heir]
+            self._rename(gone, heir)
+            self._same = {guard: heir if same == gone else same for guard, same in self._same.items()}
+        for register, beside in self._guarded.items():
+            for guard in [g for g in beside if g.lstrip("@!") in predicates]:
+                self._fold(register, guard)
+
+    def equal(self, uniform: str, predicate: str) -> None:
+        """From now on the first holds if and only if the second does in any thread of the warp."""
+        uniform, predicate = f"@{uniform}", f"@{predicate}"
+        if predicate in self._same:
+            self._same[uniform] = self._same[predicate]
+        else:
+            self._same[predicate] = uniform
+            self._rename(predicate, uniform)
+
+    def ended(self) -> _State:
+        """The state in which the piece of code is left."""
+        for register in self._guarded:
+            for guard in [*self._guarded[register]]:
+                self._fold(register, guard)
+        return self._always
+
+    def _fold(self, register: str, guard: str) -> None:
+        self._always[register] = self._always.get(register, _NONE) | self._guarded[register].pop(guard)
+
+    def _rename(self, guard: str, name: str) -> None:
+        for beside in self._guarded.values():
+            if guard in beside:
+                beside[name] = beside.pop(guard)
+
+
+def _opposite(register: str, guard: str) -> str | None:
+    """The guard under which nothing is seen of what `guard` lets be written to a register.
+
+    There is none for a register of the whole warp and a guard of single threads: other threads may have written it.
+    """
+    if register.startswith("UR") and not guard.lstrip("@!").startswith("UP"):
+        return None
+    return guard.replace("@!", "@") if guard.startswith("@!") else guard.replace("@", "@!")
+
+
+class _Analysis:
+    """The origins of every register at every place of a kernel."""
+
+    def __init__(self, code: Code, known: Mapping[int, Address]) -> None:
+        self.code = code
+        self.known = known
+        self.effects: tuple[Effect, ...] = tuple(effect(instruction) for instruction in code.instructions)
+        self.tables = {address.name for address in known.values() if address.table}
+        self.words: dict[int, frozenset[_Origin]] = {}
+        for number, address in known.items():
+            parameter = code.parameters[number]
+            if not address.descriptor:
+                for offset in range(0, parameter.size, 4):
+                    self.words[code.base + parameter.offset + offset] = frozenset({_Origin(address.name)})
+        self.limit = max((p.offset + p.size for p in code.parameters), default=0)
+        own = _OWN_ADDRESS.get(code.architecture // 10)
+        if own is not None:
+            self.words |= {own: frozenset({_Origin()}), own + 4: frozenset({_Origin()})}
+
+    def found(self) -> Iterator[tuple[Place, Access, frozenset[str] | None]]:
+        """Every access with the names of what it may lead to; None where that is not known."""
+        for block, state in self._solved():
+            registers = _Registers(state)
+            for place in block:
+                access = self.effects[place.index].access
+                if access is not None:
+                    yield place, access, self._leads_to(access, registers, self._guard(place))
+                self._execute(place, registers)
+
+    def _solved(self) -> Iterable[tuple[Sequence[Place], _State]]:
+        """The straight pieces of the code with the state in which each is entered."""
+        blocks, follows = self._blocks()
+        entered: dict[Place, _State] = {Place(0): {}}
+        rest = [Place(0)]
+        while rest:
+            head = rest.pop()
+            registers = _Registers(entered[head])
+            for place in blocks[head]:
+                self._execute(place, registers)
+            state = registers.ended()
+            for behind in follows[head]:
+                known = entered.get(behind)
+                if known is None:
+                    entered[behind] = dict(state)
+                    rest.append(behind)
+                elif _join(known, state):
+                    rest.append(behind)
+        return [(blocks[head], state) for head, state in entered.items()]
+
+    def _blocks(self) -> tuple[dict[Place, list[Place]], dict[Place, tuple[Place, ...]]]:
+        after = {place: self.code.after(place) for place in self.code.reached()}
+        before: dict[Place, int] = defaultdict(int)
+        heads = {Place(0)}
+        for behind in after.values():
+            for place in behind:
+                before[place] += 1
+            if len(behind) != 1:
+                heads.update(behind)
+        heads.update(place for place, count in before.items() if count > 1)
+        blocks: dict[Place, list[Place]] = {}
+        for head in heads:
+            blocks[head] = [head]
+            while len(ways := after[blocks[head][-1]]) == 1 and ways[0] not in heads:
+                blocks[head].append(ways[0])
+        return blocks, {head: after[block[-1]] for head, block in blocks.items()}
+
+    def _guard(self, place: Place) -> str:
+        instruction = self.code.instructions[place.index]
+        return instruction.guard if instruction.conditional else ""
+
+    def _execute(self, place: Place, registers: _Registers) -> None:
+        effect, guard = self.effects[place.index], self._guard(place)
+        new = [(flow, self._origins(flow, effect.access, registers, guard)) for flow in effect.flows]
+        # Where a source depends on a guard, so does what is made of it.
+        special: list[tuple[str, str, _Origins]] = []
+        if not guard:
+            for flow in effect.flows:
+                for other in {g for source in flow.sources for g in registers.guards(source)} if not flow.adds else ():
+                    special.append((flow.target, other, self._origins(flow, effect.access, registers, other)))
+        registers.changed(effect.predicates)
+        for flow, origins in new:
+            if guard.lstrip("@!") in effect.predicates:
+                # The guard is not what it was when it let this be written.
+                registers.write(flow.target, origins | registers.read(flow.target))
+                continue
+            before = registers.read(flow.target, guard) if flow.adds else _NONE
+            registers.write(flow.target, origins | before, guard)
+        for target, other, origins in special:
+            if other.lstrip("@!") not in effect.predicates:
+                registers.beside(target, origins, other)
+        if effect.any_of is not None:
+            registers.equal(*effect.any_of)
+
+    def _origins(self, flow: Flow, access: Access | None, registers: _Registers, guard: str) -> _Origins:
+        found: set[_Origin] = set()
+        for source in flow.sources:
+            held = self.words.get(source, _NONE) if isinstance(source, int) else registers.read(source, guard)
+            found.update(origin.moved(flow.step, self.limit) for origin in held)
+        if flow.loaded and access is not None and self.tables:
+            through = self._common(access, registers, guard)
+            found.update(_Origin(o.name, True) for o in through if not o.entry and o.name in self.tables)
+        return frozenset(found)
+
+    def _common(self, access: Access, registers: _Registers, guard: str) -> _Origins:
+        """What both words of an address may come from."""
+        found: set[_Origin] = set()
+        for low, high in access.pairs:
+            lows, highs = registers.read(low, guard), registers.read(high, guard)
+            own = any(not origin.name for origin in highs)
+            found.update(origin for origin in lows if (origin in highs if origin.name else own))
+        return frozenset(found)
+
+    def _leads_to(self, access: Access, registers: _Registers, guard: str) -> frozenset[str] | None:
+        origins = self._common(access, registers, guard)
+        if access.tile:
+            at = [self._descriptor(origin) for origin in origins]
+            names = [name for name in at if name is not None]
+        else:
+            # An address in the parameters' own memory is no place where data lies.
+            names = [f"{o.name}[]" if o.entry else o.name for o in origins if o.name]
+        return frozenset(names) if names and len(names) == len(origins) else None
+
+    def _descriptor(self, origin: _Origin) -> str | None:
+        for number, address in self.known.items():
+            parameter: Parameter = self.code.parameters[number]
+            if address.descriptor and not origin.name and origin.at == parameter.offset:
+                return address.name
+        return None
+
+
+def _join(known: _State, state: _State) -> bool:
+    """Add to `known` what `state` has more; whether there was anything."""
+    changed = False
+    for register, origins in state.items():
+        had = known.get(register, _NONE)
+        if not origins <= had:
+            known[register] = had | origins
+            changed = True
+    return changed
+
+
+def accesses(code: Code, known: Mapping[int, Address]) -> Accesses:
+    """Follow the accesses of a kernel. `known`: the parameters that are addresses, by their number."""
+    try:
+        waits = [n for n, i in enumerate(code.instructions) if i.kind == "ACQBULK" and not i.conditional]
+        unwaited = set(code.reached(waits)) if waits else set()
+        found = list(_Analysis(code, known).found())
+    except (UnknownFlowError, UnknownInstructionError) as error:
+        return Accesses(frozenset(), frozenset(), frozenset(), (str(error),))
+    sets: dict[str, set[str]] = {"read": set(), "write": set(), "early": set()}
+    lost: dict[str, None] = {}
+    for place, access, names in found:
+        if names is None:
+            lost[f"an address cannot be followed: {code.instructions[place.index]}"] = None
             continue
-        operands = [group.strip() for group in _GROUP.findall(rest) if group.strip()]
-        registers = [tuple(_REGISTER.findall(operand)) for operand in operands]
-        kind = _kind(opcode, operands)
-        parameter = _PARAMETER.search(rest)
-        if kind is not None:
-            address = registers[kind[1]] if kind[1] < len(registers) else ()
-            if opcode.startswith(("cp.async.bulk.tensor", "cp.reduce")):
-                address = address[:1]  # the rest are coordinates
-            found.append(_Access(text, kind[0], address, early))
-            if kind[0] == "read" and opcode.startswith("ld") and "64" in opcode and operands:
-                loads.append((registers[0], address))
-            elif kind[0] == "read" and not opcode.startswith("ld"):
-                loads.append((("shared",), address))
-        elif parameter is not None and operands:
-            name = parameters.get(int(parameter[1]))
-            for register in registers[0]:
-                origins.setdefault(register, set()).update({name} if name is not None else ())
-        elif opcode.startswith("st.shared"):
-            flows.append((("shared",), tuple(r for group in registers[1:] for r in group)))
-        elif opcode.startswith("ld.shared"):
-            flows.append((registers[0], ("shared",)))
-        elif operands:
-            flows.append((registers[0], tuple(r for group in registers[1:] for r in group)))
-    _spread(origins, flows)
-    tables: dict[str, set[str]] = {}
-    for targets, address in loads:
-        through = {f"{name}[]" for register in address for name in origins.get(register, ()) if name in tables_of}
-        for target in targets:
-            tables.setdefault(target, set()).update(through)
-    _spread(tables, flows)
-    return _collected(found, origins, tables)
-
-
-def _spread(origins: dict[str, set[str]], flows: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> None:
-    """What each register may come from, until nothing is added."""
-    changed = True
-    while changed:
-        changed = False
-        for targets, sources in flows:
-            new = set().union(*(origins.get(source, set()) for source in sources))
-            for target in targets:
-                own = origins.setdefault(target, set())
-                if not new <= own:
-                    own |= new
-                    changed = True
-
-
-def _collected(found: Iterable[_Access], origins: Mapping[str, set[str]], tables: Mapping[str, set[str]]) -> Accesses:
-    by_kind: dict[str, set[str]] = {"read": set(), "write": set()}
-    early: set[str] = set()
-    lost = []
-    for access in found:
-        names = set().union(*(origins.get(register, set()) for register in access.address))
-        names = names or set().union(*(tables.get(register, set()) for register in access.address))
-        if not names:
-            lost.append(access.text)
-        by_kind[access.kind] |= names
-        if access.early:
-            early |= names
-    return Accesses(frozenset(by_kind["read"]), frozenset(by_kind["write"]), frozenset(early), tuple(lost))
+        for kind in (*access.kinds, *(("early",) if place in unwaited else ())):
+            sets[kind] |= names
+    return Accesses(frozenset(sets["read"]), frozenset(sets["write"]), frozenset(sets["early"]), tuple(lost))
 
 
 def accesses_of(compiled: Any) -> Accesses:
     """The accesses of a compiled kernel (what `triton.compile` or a launch returns), by its parameters' names."""
-    parameters: dict[int, str] = {}
-    tables_of = set()
-    position = 0
-    for name, kind in _leaves(compiled.src.signature.items()):
-        descriptor = _DESCRIPTOR.match(kind)
+    return accesses(disassemble(compiled.asm["cubin"]), addresses(compiled.src.signature))
+
+
+def addresses(signature: Mapping[str, Any]) -> dict[int, Address]:
+    """The parameters of a kernel that are addresses, by their number in the machine code."""
+    found: dict[int, Address] = {}
+    number = 0
+    for name, kind in _leaves(signature.items()):
         if kind == "constexpr":
             continue
-        if descriptor is not None or kind.startswith("*"):
-            parameters[position] = name
-        # Expert ids are numbers of 64 bits too.
-        if kind == "*i64" and not name.endswith("ids"):
-            tables_of.add(name)
+        descriptor = kind.startswith("tensordesc<")
+        if descriptor or kind.startswith("*"):
+            # Expert ids are numbers of 64 bits too; one that is used as an address is then lost.
+            table = kind == "*i64" and not name.endswith("ids")
+            found[number] = Address(name, table, descriptor)
         # After a descriptor come its sizes and strides.
-        position += 1 if descriptor is None else 1 + 2 * len(descriptor[1].split(","))
-    return accesses(compiled.asm["ptx"], parameters, frozenset(tables_of))
+        number += 1 + 2 * (kind[kind.index("[") : kind.index("]")].count(",") + 1) if descriptor else 1
+    return found
 
 
 def _leaves(signature: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -195,7 +366,7 @@ def undeclared(traits: Traits, found: Accesses) -> list[str]:
 
     Empty when it reads and writes what it says, no weight is written, and only weights are touched before the wait.
     """
-    problems = [f"an address cannot be followed: {text}" for text in found.lost]
+    problems = [*found.lost]
     for what, names, allowed in (
         ("reads", found.reads, {*traits.reads, *traits.writes}),
         ("writes", found.writes, {*traits.writes}),

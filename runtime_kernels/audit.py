@@ -3,12 +3,16 @@
 The source of a kernel is no proof: the compiler moves loads above a wait that stands in a pipelined loop, and drops one
 that stands in a warp-specialised loop. So the proof obligations of a launch with the PDL attribute are checked in SASS:
 
-    one wait (ACQBULK), in the entry block and unpredicated, so that every thread executes it before anything else
-    no access to global memory before it
-    the trigger (PREEXIT), if any, after it
+    one wait (ACQBULK), unpredicated
+    it dominates every access to global memory, every trigger (PREEXIT) and every end: on no way from the entry does a
+        thread come to one of these without the wait, whatever the branches do
     no loads that bypass coherence (LDG.CONSTANT) anywhere
     the launch attribute if and only if there is a wait
-    every access to global memory leads back to a parameter (see `accesses`)
+    every access to global memory leads back to a parameter, and every instruction is known (see `accesses`)
+
+The rules of programmatic launch would allow reads of constants, and of what the grand-producer wrote, before the wait
+(`pdl_rules`, R6). No kernel makes use of that, so the audit allows none: a compiler that moves a load above the wait is
+then caught whatever it loads. Prefetches into the cache are no accesses, since they return no data.
 
 Nothing here needs a GPU: `compile_offline` compiles a recorded start for any architecture, and the disassembler is the
 one that ships with triton. On a GPU every kernel that is about to be launched with the attribute for the first time is
@@ -18,12 +22,11 @@ checked too (`audited`), once for each compilation.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import re
 import subprocess
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +37,16 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_compiler.runtime_kernels.accesses import accesses_of
+from moe_compiler.runtime_kernels.accesses import Address, accesses, addresses
 from moe_compiler.runtime_kernels.launching import Start
+from moe_compiler.runtime_kernels.sass import Code, Instruction, UnknownFlowError, disassemble
+from moe_compiler.runtime_kernels.sass_effects import UnknownInstructionError, effect
 
 WAIT = "ACQBULK"
 TRIGGER = "PREEXIT"
-# Opcodes (up to the first dot) that read or write global memory. Prefetches are none: they return no data.
-GLOBAL = frozenset(
-    ["LD", "LDG", "LDGMC", "LDGSTS", "ST", "STG", "RED", "REDG", "ATOM", "ATOMG", "UTMALDG", "UTMASTG", "UTMAREDG"]
-    + ["UBLKCP", "UBLKRED", "SULD", "SUST", "SURED", "SUATOM", "TEX", "TLD", "TLD4"]
-)
-# Opcodes after which a thread may be elsewhere than in the entry block.
-BRANCH = frozenset(["BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU", "EXIT", "RET", "CALL", "BREAK", "BSYNC", "KILL"])
+# After these a thread does nothing more.
+END = frozenset(["EXIT", "KILL"])
 
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;/]*?[^;/\s])\s*;")
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -60,7 +59,9 @@ _NAMES = {
 
 # What an audit demands may change with these files.
 _SOURCE = hashlib.sha256(
-    Path(__file__).read_bytes() + Path(__file__).with_name("accesses.py").read_bytes()
+    b"".join(
+        Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("audit", "accesses", "sass", "sass_effects")
+    )
 ).hexdigest()[:12]
 _audited: dict[str, AuditResult] = {}
 
@@ -70,7 +71,7 @@ class AuditResult:
     """What was found in a kernel's code. `problems` is empty when every obligation is met.
 
     waits, triggers   how many of each; attribute: whether it is launched with the PDL attribute
-    before_wait       the global accesses before the first wait (all of them when there is none)
+    before_wait       the global accesses that a thread may come to without waiting (all of them when there is no wait)
     reads, writes     the parameters that it reads and writes through, as `accesses` finds them
     """
 
@@ -88,32 +89,15 @@ class AuditResult:
         return not self.problems
 
 
-def instructions(cubin: bytes) -> list[str]:
-    """The instructions of a cubin in their order in memory, predicates included."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        text = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)], check=True, capture_output=True, text=True
-        ).stdout
-    return [found["text"] for line in text.splitlines() if (found := _INSTRUCTION.match(line))]
-
-
-def opcode(instruction: str) -> str:
-    """The opcode with its modifiers, without predicate and operands: "LDG.E.128"."""
-    words = instruction.split()
-    return words[1] if words[0].startswith("@") else words[0]
-
-
 def audit(compiled: Any) -> AuditResult:
     """Check the code of a compiled kernel (what `triton.compile` or a launch returns)."""
     attribute = bool(getattr(compiled.metadata, "launch_pdl", False))
-    result = audit_code(compiled.metadata.name, instructions(compiled.asm["cubin"]), attribute)
-    found = accesses_of(compiled)
-    lost = tuple(f"an address cannot be followed: {text}" for text in found.lost)
-    return replace(
-        result, problems=(*result.problems, *lost), reads=tuple(sorted(found.reads)), writes=tuple(sorted(found.writes))
-    )
+    try:
+        code = disassemble(compiled.asm["cubin"])
+    except (ValueError, subprocess.CalledProcessError, OSError) as error:
+        problem = f"the code cannot be read: {error}"
+        return AuditResult(compiled.metadata.name, attribute, 0, 0, (), (problem,))
+    return audit_code(code, addresses(compiled.src.signature), attribute)
 
 
 def audited(compiled: Any) -> AuditResult:
@@ -133,34 +117,50 @@ def audited(compiled: Any) -> AuditResult:
     return known
 
 
-def audit_code(kernel: str, code: Sequence[str], attribute: bool) -> AuditResult:
-    """Check a list of instructions; see the module's docstring for the obligations."""
-    codes = [opcode(text) for text in code]
-    kinds = [name.split(".")[0] for name in codes]
-    waits = [i for i, kind in enumerate(kinds) if kind == WAIT]
-    triggers = [i for i, kind in enumerate(kinds) if kind == TRIGGER]
-    first = waits[0] if waits else len(code)
-    before = tuple(code[i] for i in range(first) if kinds[i] in GLOBAL)
+def audit_code(code: Code, known: Mapping[int, Address], attribute: bool) -> AuditResult:
+    """Check machine code for the obligations of the module's docstring; `known`: its parameters that are addresses."""
+    waits = [n for n, found in enumerate(code.instructions) if found.kind == WAIT]
+    triggers = [n for n, found in enumerate(code.instructions) if found.kind == TRIGGER]
     problems = []
     if attribute != bool(waits):
         problem = "launched with the PDL attribute but never waits"
         problems.append(problem if attribute else "waits, but is launched without the attribute")
+    if len(waits) > 1:
+        problems.append(f"{len(waits)} waits, expected one")
+    if sometimes := [str(code.instructions[n]) for n in waits if code.instructions[n].conditional]:
+        problems.append(f"the wait is predicated: {sometimes[0]}")
+    found = accesses(code, known)
+    problems += found.lost
+    unwaited = _without(code, [n for n in waits if not code.instructions[n].conditional])
+    before = tuple(str(code.instructions[n]) for n in unwaited if _touches_memory(code.instructions[n]))
     if waits:
-        if len(waits) > 1:
-            problems.append(f"{len(waits)} waits, expected one")
-        if code[first].startswith("@"):
-            problems.append(f"the wait is predicated: {code[first]}")
-        if left := [code[i] for i in range(first) if kinds[i] in BRANCH]:
-            problems.append(f"control flow before the wait: {left[0]}")
         if before:
             problems.append(f"global memory is accessed before the wait: {before[0]}")
-    if triggers and (not waits or triggers[0] < first):
+        if ends := [str(code.instructions[n]) for n in unwaited if code.instructions[n].kind in END]:
+            problems.append(f"a thread may end without waiting: {ends[0]}")
+    if any(code.instructions[n].kind == TRIGGER for n in unwaited):
         problems.append("the trigger comes before the wait")
     if attribute or waits:
-        bypassing = [text for text, name in zip(code, codes, strict=True) if name[:3] == "LDG" and "CONSTANT" in name]
-        if bypassing:
-            problems.append(f"a load bypasses coherence: {bypassing[0]}")
-    return AuditResult(kernel, attribute, len(waits), len(triggers), before, tuple(problems))
+        loads = (i for i in code.instructions if i.kind == "LDG" and "CONSTANT" in i.modifiers)
+        problems += [f"a load bypasses coherence: {load}" for load in itertools.islice(loads, 1)]
+    reads, writes = tuple(sorted(found.reads)), tuple(sorted(found.writes))
+    return AuditResult(code.kernel, attribute, len(waits), len(triggers), before, tuple(problems), reads, writes)
+
+
+def _without(code: Code, waits: Sequence[int]) -> list[int]:
+    """The instructions that a thread may come to without executing one of `waits`, in their order in memory."""
+    try:
+        return sorted({place.index for place in code.reached(waits)})
+    except UnknownFlowError:
+        # `accesses` tells of it; everything counts as reached.
+        return list(range(len(code.instructions)))
+
+
+def _touches_memory(instruction: Instruction) -> bool:
+    try:
+        return effect(instruction).access is not None
+    except UnknownInstructionError:
+        return True
 
 
 def compile_offline(start: Start, arch: int = 90) -> Any:

@@ -219,6 +219,25 @@ def test_every_rule_refuses_something():
     assert refused == set(RULES)
 
 
+# Rules that are no check of a launch: what the two sets mean, and what is read back from a captured graph.
+ELSEWHERE = {"R1": (may_run, done), "R9": (check_captured,)}
+
+
+def test_each_of_the_fifteen_rules_is_a_check_of_its_own():
+    named = [rule.split()[0] for rule in RULES]
+    assert sorted([*named, *ELSEWHERE], key=lambda rule: int(rule[1:])) == [f"R{n}" for n in range(1, 16)]
+    assert len({*RULES.values()}) == len(RULES)
+
+
+def test_a_trigger_promises_nothing_about_data():
+    """R1: wherever the producer triggers, a consumer that waits may read its data, and one that does not may not."""
+    for trigger in Trigger:
+        waiting = mend(GEMM, 0, trigger=trigger)
+        assert done(waiting, 1) == {0} and check(waiting) == []
+        hasty = mend(waiting, 1, wait=Wait.NONE)
+        assert may_run(hasty, 1) == {0} and done(hasty, 1) == f() and check(hasty)
+
+
 ROUTED = (
     plain("route", "logits", "ids", trigger=Trigger.AFTER_WAIT),
     pdl("gate_up", "x ids", "act"),

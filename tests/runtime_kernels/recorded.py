@@ -32,24 +32,41 @@ def record(
     return record_on(operands(dtype, listed), name, pdl, dtype, **options)
 
 
-def operands(dtype: torch.dtype = torch.bfloat16, listed: bool = False) -> dict[str, Any]:
-    """A tensor, or a list of them, for every name that a kernel reads or writes."""
+def operands(
+    dtype: torch.dtype = torch.bfloat16,
+    listed: bool = False,
+    *,
+    turned: bool = False,
+    apart: bool = False,
+    biases: bool = True,
+    gated: bool = True,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
+) -> dict[str, Any]:
+    """A tensor, or a list of them, for every name that a kernel reads or writes.
+
+    listed: one tensor an expert; turned: matrices are stored transposed; apart: up is a tensor of its own.
+    """
     ints, value = torch.int32, {"dtype": dtype}
 
-    def weights(out: int, inner: int) -> list[torch.Tensor]:
-        one = torch.zeros(EXPERTS, out, inner, **value)
+    def weights(out: int, in_: int) -> list[torch.Tensor]:
+        one = torch.zeros(EXPERTS, in_, out, **value).mT if turned else torch.zeros(EXPERTS, out, in_, **value)
         return [t.clone() for t in one] if listed else [one]
 
-    def biases(out: int) -> list[torch.Tensor]:
+    def vectors(out: int) -> list[torch.Tensor]:
+        if not biases:
+            return []
         one = torch.zeros(EXPERTS, out, **value)
         return [t.clone() for t in one] if listed else [one]
 
-    gate = weights(2 * INNER, HIDDEN)
+    apart = apart and gated
+    wide = inner if apart or not gated else 2 * inner
+    columns = 2 * inner if gated else inner
     tensors: dict[str, Any] = {
-        "x": torch.zeros(TOKENS, HIDDEN, **value),
-        "grad_y": torch.zeros(TOKENS, HIDDEN, **value),
-        "y": torch.zeros(TOKENS, HIDDEN, **value),
-        "router": torch.zeros(EXPERTS, HIDDEN, **value).t(),
+        "x": torch.zeros(TOKENS, hidden, **value),
+        "grad_y": torch.zeros(TOKENS, hidden, **value),
+        "y": torch.zeros(TOKENS, hidden, **value),
+        "router": torch.zeros(EXPERTS, hidden, **value).t(),
         "router_bias": torch.zeros(EXPERTS, **value),
         "logits": torch.zeros(TOKENS, EXPERTS),
         "grad_logits": torch.zeros(TOKENS, EXPERTS),
@@ -62,22 +79,22 @@ def operands(dtype: torch.dtype = torch.bfloat16, listed: bool = False) -> dict[
         "counts": torch.zeros(1, EXPERTS, dtype=ints),
         "perm": torch.zeros(PAIRS, dtype=ints),
         "starts": torch.zeros(EXPERTS + 1, dtype=ints),
-        "act": torch.zeros(PAIRS, INNER, **value),
-        "preact": torch.zeros(PAIRS, 2 * INNER, **value),
-        "grad_preact": torch.zeros(PAIRS, 2 * INNER, **value),
-        "pairs": torch.zeros(PAIRS, HIDDEN, **value),
-        "gate": gate,
-        "up": [],
-        "down": weights(HIDDEN, INNER),
-        "grad_gate": weights(2 * INNER, HIDDEN),
-        "grad_up": [],
-        "grad_down": weights(HIDDEN, INNER),
-        "gate_bias": biases(2 * INNER),
-        "up_bias": [],
-        "down_bias": biases(HIDDEN),
-        "grad_gate_bias": biases(2 * INNER),
-        "grad_up_bias": [],
-        "grad_down_bias": biases(HIDDEN),
+        "act": torch.zeros(PAIRS, inner, **value),
+        "preact": torch.zeros(PAIRS, columns, **value),
+        "grad_preact": torch.zeros(PAIRS, columns, **value),
+        "pairs": torch.zeros(PAIRS, hidden, **value),
+        "gate": weights(wide, hidden),
+        "up": weights(wide, hidden) if apart else [],
+        "down": weights(hidden, inner),
+        "grad_gate": weights(wide, hidden),
+        "grad_up": weights(wide, hidden) if apart else [],
+        "grad_down": weights(hidden, inner),
+        "gate_bias": vectors(wide),
+        "up_bias": vectors(wide) if apart else [],
+        "down_bias": vectors(hidden),
+        "grad_gate_bias": vectors(wide),
+        "grad_up_bias": vectors(wide) if apart else [],
+        "grad_down_bias": vectors(hidden),
     }
     return tensors
 
@@ -95,14 +112,21 @@ def attributes(name: str, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def record_on(tensors: dict[str, Any], name: str, pdl: bool, dtype: torch.dtype, **options: Any) -> list[Start]:
-    """The starts of one launch of kernel `name` on these tensors."""
+def record_on(
+    tensors: dict[str, Any],
+    name: str,
+    pdl: bool,
+    dtype: torch.dtype,
+    attrs: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Start]:
+    """The starts of one launch of kernel `name` on these tensors; `attrs` instead of some of the usual ones."""
     traits = kernel(name).traits
     with recording() as starts:
         kernel(name).launch(
-            {key: tensors[key] for key in traits.writes},
+            {key: tensors[key] for key in traits.writes if tensors[key] is not None},
             {key: tensors[key] for key in traits.reads},
-            attributes(name, dtype),
+            attributes(name, dtype) | (attrs or {}),
             pdl=pdl,
             **options,
         )

@@ -1,4 +1,4 @@
-"""What kernels read and write, derived from their compiled code, against what is declared of them; no GPU is needed."""
+"""What kernels read and write, derived from their machine code, against what is declared of them; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from moe_compiler.runtime_kernels.audit import compile_offline  # noqa: E402
 from moe_compiler.runtime_kernels.device import wait  # noqa: E402
 from moe_compiler.runtime_kernels.launching import Start  # noqa: E402
 from moe_compiler.runtime_kernels.registry import Traits, kernel  # noqa: E402
+from tests.runtime_kernels.machine_code import LOADS, NAMES, code  # noqa: E402
 from tests.runtime_kernels.recorded import DEVICE_KERNELS, TILED, TILES, operands, record_on  # noqa: E402
 
 
@@ -33,7 +34,7 @@ def _places(tensors: dict[str, Any], names: set[str]) -> dict[int, str]:
     return found
 
 
-def derived(name: str, monkeypatch, listed: bool = False, **options: Any) -> list[Accesses]:
+def derived(name: str, monkeypatch, listed: bool = False, arch: int = 90, **options: Any) -> list[Accesses]:
     """What the launches of a kernel read and write, by the names of its traits; memory of its own is "scratch"."""
     traits, tensors = kernel(name).traits, operands(listed=listed)
     places = _places(tensors, {*traits.reads, *traits.writes})
@@ -49,7 +50,7 @@ def derived(name: str, monkeypatch, listed: bool = False, **options: Any) -> lis
     monkeypatch.setattr(launching, "_write_table", write_table)
     found = []
     for start in record_on(tensors, name, True, torch.bfloat16, **options):
-        told = accesses_of(compile_offline(start))
+        told = accesses_of(compile_offline(start, arch))
         own: dict[str, str] = {}
         for parameter, operand in zip(start.kernel.arg_names, start.operands, strict=False):
             base = operand.base if isinstance(operand, TensorDescriptor) else operand
@@ -88,11 +89,18 @@ def test_every_kernel_does_what_is_declared_of_it(name, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("name", TILED)
-def test_other_tiles_and_layouts_do_what_is_declared(name, tile, listed, monkeypatch):
-    check(name, derived(name, monkeypatch, listed, **({"tile": TILES[tile]} if TILES[tile] else {})))
+def test_other_tiles_and_layouts_do_what_is_declared(name, tile, listed, arch, monkeypatch):
+    check(name, derived(name, monkeypatch, listed, arch, **({"tile": TILES[tile]} if TILES[tile] else {})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEVICE_KERNELS)
+def test_every_kernel_does_what_is_declared_of_it_on_blackwell(name, monkeypatch):
+    check(name, derived(name, monkeypatch, arch=100))
 
 
 @pytest.mark.parametrize("name", ["down_few", "grad_down"])
@@ -171,28 +179,111 @@ def test_an_address_that_may_be_either_counts_as_both():
     assert found.reads == {"first", "second"} and found.writes == {"target"} and not found.early and not found.lost
 
 
+LOST = "an address cannot be followed: "
+
+
+def follow(*lines: str) -> Accesses:
+    return accesses(code([*lines, "EXIT"]), NAMES)
+
+
 def test_an_address_that_comes_from_no_parameter_is_lost():
-    ptx = """
-.visible .entry k(.param .u64 k_param_0, .param .u64 k_param_1)
-{
-	.reg .b64 %rd<9>;
-	ld.param.b64 	%rd1, [k_param_0];
-	ld.param.b64 	%rd2, [k_param_1];
-	.loc 1 2 3
-	ld.global.b32 { %r1 }, [ %rd1 + 0 ];
-	@%p1 bra 	$L__BB0_2;
-	griddepcontrol.wait;
-$L__BB0_2:
-	st.global.b32 [ %rd2 + 4 ], { %r1 };
-	mov.u64 %rd3, 4096;
-	@%p2 ld.global.b32 { %r2 }, [ %rd3 + 0 ];
-	ld.shared.b32 %r3, [%r2];
-	ret;
-}
-"""
-    found = accesses(ptx, {0: "a", 1: "b"})
-    assert found.reads == {"a"} and found.writes == {"b"} and found.early == {"a"}
-    assert found.lost == ("ld.global.b32 { %r2 }, [ %rd3 + 0 ]",)
-    assert undeclared(Traits(reads=("a",), writes=("b",), weights=("a",)), found) == [
-        "an address cannot be followed: ld.global.b32 { %r2 }, [ %rd3 + 0 ]"
-    ]
+    found = follow(LOADS["a"], "MOV R2, 0x1000", "MOV R3, RZ", "LDG.E R4, desc[UR12][R2.64]")
+    assert found == Accesses(frozenset(), frozenset(), frozenset(), (LOST + "LDG.E R4, desc[UR12][R2.64]",))
+    assert undeclared(Traits(reads=("a",), writes=()), found) == [LOST + "LDG.E R4, desc[UR12][R2.64]"]
+
+
+def test_both_words_of_an_address_must_be_of_one_parameter():
+    mixed = (LOADS["a"], LOADS["b"], "MOV R2, UR4", "MOV R3, UR7", "STG.E desc[UR12][R2.64], R4")
+    assert follow(*mixed).lost == (LOST + mixed[-1],)
+    half = (LOADS["a"], "MOV R2, UR4", "STG.E desc[UR12][R2.64], R4")
+    assert follow(*half).lost == (LOST + half[-1],)
+
+
+def test_a_register_that_is_used_again_is_followed_anew():
+    found = follow(
+        LOADS["a"],
+        "IMAD.WIDE R2, R0, 0x4, UR4",
+        "LDG.E R6, desc[UR12][R2.64]",
+        "ULDC.64 UR4, c[0x0][0x218]",
+        "IADD3 R2, P0, R6, UR4, RZ",
+        "IADD3.X R3, RZ, UR5, RZ, P0, !PT",
+        "STG.E desc[UR12][R2.64+0x10], R6",
+    )
+    assert found == Accesses(frozenset({"a"}), frozenset({"b"}), frozenset(), ())
+
+
+def test_where_ways_meet_an_address_may_be_either():
+    lines = [LOADS["a"], LOADS["b"], "MOV R2, UR4", "MOV R3, UR5", "@P0 BRA 0x70", "MOV R2, UR6", "MOV R3, UR7"]
+    assert follow(*lines, "LDG.E R4, desc[UR12][R2.64]").reads == {"a", "b"}
+
+
+def test_a_guard_separates_what_it_lets_be_written_from_what_was_there():
+    lines = [LOADS["a"], LOADS["b"], "MOV R2, UR4", "MOV R3, UR5", "@P0 MOV R2, UR6", "@P0 MOV R3, UR7"]
+    assert follow(*lines, "@P0 STG.E desc[UR12][R2.64], R4").writes == {"b"}
+    assert follow(*lines, "@!P0 STG.E desc[UR12][R2.64], R4").writes == {"a"}
+    assert follow(*lines, "STG.E desc[UR12][R2.64], R4").writes == {"a", "b"}
+    # Once the predicate may be another one, nothing separates them.
+    again = (*lines, "ISETP.GE.AND P0, PT, R9, RZ, PT", "@P0 STG.E desc[UR12][R2.64], R4")
+    assert follow(*again).writes == {"a", "b"}
+    changing = (*lines[:4], "@P0 IADD3 R2, P0, R9, UR6, RZ", "@P0 IADD3 R3, R9, UR7, RZ")
+    assert follow(*changing, "STG.E desc[UR12][R2.64], R4").writes == {"a", "b"}
+    assert "a" in follow(*changing[:5], "MOV R3, UR5", "@P0 STG.E desc[UR12][R2.64], R4").writes
+    # What is computed without a guard depends on it too.
+    moved = (*lines, "IADD3 R4, P1, R2, 0x10, RZ", "IADD3.X R5, RZ, R3, RZ, P1, !PT")
+    assert follow(*moved, "@P0 STG.E desc[UR12][R4.64], R9").writes == {"b"}
+
+
+def test_a_predicate_of_the_warp_stands_for_that_of_its_threads():
+    lines = [LOADS["a"], LOADS["b"], "MOV R2, UR6", "MOV R3, UR7", "VOTEU.ANY UP3, P2"]
+    lines += ["@P2 R2UR UR4, R2", "@P2 R2UR UR5, R3"]
+    store = ["@UP3 UIADD3 UR4, UP1, UR4, 0x10, URZ", "LDG.E R9, desc[UR12][UR4.64]"]
+    assert follow(*lines, "@UP3 STG.E desc[UR12][UR4.64], R4").writes == {"b"}
+    # It goes on holding when the threads' own predicate changes, and not when it changes itself.
+    assert follow(*lines, "ISETP.GE.AND P2, PT, R9, RZ, PT", "@UP3 STG.E desc[UR12][UR4.64], R4").writes == {"b"}
+    assert follow(*lines, "VOTEU.ANY UP3, P1", "@UP3 STG.E desc[UR12][UR4.64], R4").writes == {"a", "b"}
+    # Other threads may have written a register of the warp.
+    assert follow(*lines, "@!P2 STG.E desc[UR12][UR4.64], R4").writes == {"a", "b"}
+    assert follow(*lines, *store).reads == {"a", "b"}
+
+
+def test_what_is_loaded_is_an_address_only_from_a_table():
+    lines = ["IMAD.WIDE R2, R0, 0x8, UR10", "LDG.E.64 R4, desc[UR12][R2.64]", "STG.E desc[UR12][R4.64], R9"]
+    assert follow(LOADS["table"], *lines).writes == {"table[]"}
+    assert follow("ULDC.64 UR10, c[0x0][0x210]", *lines).lost == (LOST + lines[-1],)
+    # Through shared memory, too.
+    copied = ["STS.64 [R7], R4", "LDS.64 R10, [R8]", "STG.E desc[UR12][R10.64], R9"]
+    assert follow(LOADS["table"], *lines[:2], *copied).writes == {"table[]"}
+    staged = ["LDGSTS.E.64 [R7], desc[UR12][R2.64]", "LDS.64 R10, [R8]", "LDG.E R9, desc[UR12][R10.64]"]
+    assert follow(LOADS["table"], lines[0], *staged).reads == {"table", "table[]"}
+
+
+@pytest.mark.parametrize(("architecture", "own"), [(90, "0x198"), (100, "0x348")])
+def test_a_tile_is_followed_to_its_descriptor(architecture, own):
+    def reads(step: str) -> Accesses:
+        lines = [
+            f"ULDC.64 UR4, c[0x0][{own}]",
+            f"UIADD3 UR4, UP0, UR4, {step}, URZ",
+            "UIADD3.X UR5, URZ, UR5, URZ, UP0",
+        ]
+        return accesses(code([*lines, "UTMALDG.2D [UR8], [UR4]", "EXIT"], architecture), NAMES)
+
+    assert reads("0x40") == Accesses(frozenset({"tensor"}), frozenset(), frozenset(), ())
+    assert reads("0x48").lost == reads("UR6").lost == (LOST + "UTMALDG.2D [UR8], [UR4]",)
+
+
+def test_a_spilled_address_is_followed_by_its_place_on_the_stack():
+    lines = [LOADS["a"], LOADS["b"], "MOV R2, UR4", "MOV R3, UR5", "STL.64 [R1+0x8], R2", "MOV R6, UR6", "MOV R7, UR7"]
+    lines += ["STL.64 [R1], R6", "LDL.64 R8, [R1+0x8]", "STG.E desc[UR12][R8.64], R9"]
+    assert follow(*lines).writes == {"a"}
+
+
+@pytest.mark.parametrize("text", ["BRX R4 -0x10", "WHATEVER R2, R3"])
+def test_code_that_is_not_understood_is_told(text):
+    found = follow(LOADS["a"], text)
+    assert len(found.lost) == 1 and text in found.lost[0] and not found.reads
+
+
+def test_what_may_precede_the_wait_is_told():
+    lines = [LOADS["a"], LOADS["b"], "MOV R2, UR4", "MOV R3, UR5", "MOV R6, UR6", "MOV R7, UR7", "@P0 BRA 0x80"]
+    lines += ["ACQBULK", "LDG.E R4, desc[UR12][R2.64]", "ACQBULK", "STG.E desc[UR12][R6.64], R4"]
+    assert follow(*lines).early == {"a"}
