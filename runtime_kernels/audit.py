@@ -3,9 +3,10 @@
 The source of a kernel is no proof: the compiler moves loads above a wait that stands in a pipelined loop, and drops one
 that stands in a warp-specialised loop. So the proof obligations of a launch with the PDL attribute are checked in SASS:
 
-    one wait (ACQBULK), unpredicated
+    one wait (ACQBULK), unpredicated; where warps are specialised, one in each of their roles
     it dominates every access to global memory, every trigger (PREEXIT) and every end: on no way from the entry does a
-        thread come to one of these without the wait, whatever the branches do
+        thread come to one of these without a wait, whatever the branches do. Of specialised warps only the first must
+        not end without one: a block then never ends before what it depends on, and that is what others rely on
     no loads that bypass coherence (LDG.CONSTANT) anywhere
     the launch attribute if and only if there is a wait
     every access to global memory leads back to a parameter, and every instruction is known (see `accesses`)
@@ -34,13 +35,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.cache import get_cache_manager
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.accesses import Address, accesses, addresses
-from moe_compiler.runtime_kernels.launching import Start
+from moe_compiler.runtime_kernels.launching import DESCRIPTORS, Start
 from moe_compiler.runtime_kernels.sass import Code, Instruction, UnknownFlowError, disassemble
 from moe_compiler.runtime_kernels.sass_effects import UnknownInstructionError, effect
+from moe_compiler.runtime_kernels.warp_roles import parting, roles_of
 
 WAIT = "ACQBULK"
 TRIGGER = "PREEXIT"
@@ -60,7 +62,8 @@ _NAMES = {
 # What an audit demands may change with these files.
 _SOURCE = hashlib.sha256(
     b"".join(
-        Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("audit", "accesses", "sass", "sass_effects")
+        Path(__file__).with_name(f"{name}.py").read_bytes()
+        for name in ("audit", "accesses", "sass", "sass_effects", "warp_roles")
     )
 ).hexdigest()[:12]
 _audited: dict[str, AuditResult] = {}
@@ -97,7 +100,7 @@ def audit(compiled: Any) -> AuditResult:
     except (ValueError, subprocess.CalledProcessError, OSError) as error:
         problem = f"the code cannot be read: {error}"
         return AuditResult(compiled.metadata.name, attribute, 0, 0, (), (problem,))
-    return audit_code(code, addresses(compiled.src.signature), attribute)
+    return audit_code(code, addresses(compiled.src.signature), attribute, roles_of(compiled))
 
 
 def audited(compiled: Any) -> AuditResult:
@@ -117,26 +120,33 @@ def audited(compiled: Any) -> AuditResult:
     return known
 
 
-def audit_code(code: Code, known: Mapping[int, Address], attribute: bool) -> AuditResult:
-    """Check machine code for the obligations of the module's docstring; `known`: its parameters that are addresses."""
+def audit_code(code: Code, known: Mapping[int, Address], attribute: bool, roles: int = 1) -> AuditResult:
+    """Check machine code for the obligations of the module's docstring.
+
+    known: its parameters that are addresses; roles: those of its warps, 1 where they are not specialised.
+    """
     waits = [n for n, found in enumerate(code.instructions) if found.kind == WAIT]
     triggers = [n for n, found in enumerate(code.instructions) if found.kind == TRIGGER]
     problems = []
     if attribute != bool(waits):
         problem = "launched with the PDL attribute but never waits"
         problems.append(problem if attribute else "waits, but is launched without the attribute")
-    if len(waits) > 1:
-        problems.append(f"{len(waits)} waits, expected one")
+    if len(waits) > roles:
+        problems.append(f"{len(waits)} waits, expected one{'' if roles == 1 else f' in each of {roles} roles'}")
     if sometimes := [str(code.instructions[n]) for n in waits if code.instructions[n].conditional]:
         problems.append(f"the wait is predicated: {sometimes[0]}")
     found = accesses(code, known)
     problems += found.lost
-    unwaited = _without(code, [n for n in waits if not code.instructions[n].conditional])
+    sure = [n for n in waits if not code.instructions[n].conditional]
+    unwaited = _without(code, sure)
     before = tuple(str(code.instructions[n]) for n in unwaited if _touches_memory(code.instructions[n]))
     if waits:
         if before:
             problems.append(f"global memory is accessed before the wait: {before[0]}")
-        if ends := [str(code.instructions[n]) for n in unwaited if code.instructions[n].kind in END]:
+        ends = _ends(code, unwaited)
+        if ends and roles > 1 and (parts := parting(code)) is not None:
+            ends = min((_ends(code, _without(code, sure, start)) for start in parts), key=len)
+        if ends:
             problems.append(f"a thread may end without waiting: {ends[0]}")
     if any(code.instructions[n].kind == TRIGGER for n in unwaited):
         problems.append("the trigger comes before the wait")
@@ -147,10 +157,14 @@ def audit_code(code: Code, known: Mapping[int, Address], attribute: bool) -> Aud
     return AuditResult(code.kernel, attribute, len(waits), len(triggers), before, tuple(problems), reads, writes)
 
 
-def _without(code: Code, waits: Sequence[int]) -> list[int]:
-    """The instructions that a thread may come to without executing one of `waits`, in their order in memory."""
+def _ends(code: Code, reached: Sequence[int]) -> list[str]:
+    return [str(code.instructions[n]) for n in reached if code.instructions[n].kind in END]
+
+
+def _without(code: Code, waits: Sequence[int], start: int = 0) -> list[int]:
+    """The instructions that a thread may come to from `start` without executing one of `waits`, in memory's order."""
     try:
-        return sorted({place.index for place in code.reached(waits)})
+        return sorted({place.index for place in code.reached(waits, start)})
     except UnknownFlowError:
         # `accesses` tells of it; everything counts as reached.
         return list(range(len(code.instructions)))
@@ -172,8 +186,10 @@ def compile_offline(start: Start, arch: int = 90) -> Any:
     for i, (name, operand) in enumerate(zip(names, start.operands, strict=False)):
         if operand is None:
             constants[name] = None
-        elif isinstance(operand, TensorDescriptor):
-            signature[name] = f"tensordesc<{_NAMES[operand.base.dtype]}{list(operand.block_shape)}>"
+        elif isinstance(operand, DESCRIPTORS):
+            layout = getattr(operand, "layout", None)
+            box = f"{_NAMES[operand.base.dtype]}{list(operand.block_shape)}"
+            signature[name] = f"tensordesc<{box}>" if layout is None else f"tensordesc<{box},{layout!r}>"
         else:
             signature[name] = f"*{_NAMES[operand.dtype]}"
             if operand.data_ptr() % 16 == 0:
@@ -181,7 +197,9 @@ def compile_offline(start: Start, arch: int = 90) -> Any:
     for name in names[len(start.operands) : len(start.operands) + len(start.numbers)]:
         signature[name] = "i32"
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(start.kernel, {name: signature[name] for name in names}, constants, attributes)
+    source_of = GluonASTSource if isinstance(start.kernel, GluonJITFunction) else ASTSource
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = source_of(start.kernel, {name: signature[name] for name in names}, places, attributes)
     options = {
         "num_warps": start.warps,
         "num_stages": start.stages,

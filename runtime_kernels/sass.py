@@ -172,13 +172,14 @@ class Code:
             raise UnknownFlowError(f"{instruction} goes to an address that the code does not tell")
         return on()
 
-    def reached(self, past: Sequence[int] = ()) -> Iterator[Place]:
-        """Every place that a thread may come to from the entry without executing an instruction at one of `past`.
+    def reached(self, past: Sequence[int] = (), start: int = 0) -> Iterator[Place]:
+        """Every place that a thread may come to from `start` without executing an instruction at one of `past`.
 
-        The instructions of `past` are not among them. Raises UnknownFlowError.
+        The instructions of `past` are not among them. start: an index, that of the entry or of a place outside of every
+        call and barrier. Raises UnknownFlowError.
         """
         seen: set[Place] = set()
-        rest = [Place(0)] if self.instructions else []
+        rest = [Place(start)] if self.instructions else []
         while rest:
             place = rest.pop()
             if place in seen or place.index in past:
