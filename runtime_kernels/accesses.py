@@ -94,9 +94,9 @@ class _Registers:
         beside = self._guarded.get(register)
         if not beside:
             return found
-        guard = self._same.get(guard, guard)
-        if guard in beside:
-            return beside[guard]
+        for same in (guard, self._same.get(guard, guard)):
+            if same in beside:
+                return beside[same]
         excluded = _opposite(register, guard)
         return found.union(*(held for other, held in beside.items() if other != excluded))
 
@@ -105,7 +105,8 @@ class _Registers:
         return self._guarded.get(register, {}) if isinstance(register, str) else ()
 
     def write(self, register: str, origins: _Origins, guard: str = "") -> None:
-        guard = self._same.get(guard, guard)
+        if register.startswith("UR"):
+            guard = self._same.get(guard, guard)
         if not guard:
             self._always[register] = origins
             self._guarded.pop(register, None)
@@ -136,13 +137,17 @@ class _Registers:
                 self._fold(register, guard)
 
     def equal(self, uniform: str, predicate: str) -> None:
-        """From now on the first holds if and only if the second does in any thread of the warp."""
+        """From now on the first holds if and only if the second does in any thread of the warp.
+
+        Then they are the same to registers of the warp. A thread's own register may be unwritten where only the first
+        holds.
+        """
         uniform, predicate = f"@{uniform}", f"@{predicate}"
         if predicate in self._same:
             self._same[uniform] = self._same[predicate]
         else:
             self._same[predicate] = uniform
-            self._rename(predicate, uniform)
+            self._rename(predicate, uniform, "UR")
 
     def ended(self) -> _State:
         """The state in which the piece of code is left."""
@@ -154,10 +159,10 @@ class _Registers:
     def _fold(self, register: str, guard: str) -> None:
         self._always[register] = self._always.get(register, _NONE) | self._guarded[register].pop(guard)
 
-    def _rename(self, guard: str, name: str) -> None:
-        for beside in self._guarded.values():
-            if guard in beside:
-                beside[name] = beside.pop(guard)
+    def _rename(self, guard: str, name: str, bank: str = "") -> None:
+        for register, beside in self._guarded.items():
+            if guard in beside and register.startswith(bank):
+                beside[name] = beside.pop(guard) | beside.get(name, _NONE)
 
 
 def _opposite(register: str, guard: str) -> str | None:

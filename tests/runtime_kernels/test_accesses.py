@@ -241,6 +241,10 @@ def test_a_predicate_of_the_warp_stands_for_that_of_its_threads():
     # It goes on holding when the threads' own predicate changes, and not when it changes itself.
     assert follow(*lines, "ISETP.GE.AND P2, PT, R9, RZ, PT", "@UP3 STG.E desc[UR12][UR4.64], R4").writes == {"b"}
     assert follow(*lines, "VOTEU.ANY UP3, P1", "@UP3 STG.E desc[UR12][UR4.64], R4").writes == {"a", "b"}
+    # A thread's own register may be unwritten where only the warp's predicate holds.
+    own = ["MOV R4, UR4", "MOV R5, UR5", "VOTEU.ANY UP3, P2", "@P2 MOV R4, R2", "@P2 MOV R5, R3"]
+    assert follow(*lines[:4], *own, "@UP3 STG.E desc[UR12][R4.64], R9").writes == {"a", "b"}
+    assert follow(*lines[:4], *own, "@P2 STG.E desc[UR12][R4.64], R9").writes == {"b"}
     # Other threads may have written a register of the warp.
     assert follow(*lines, "@!P2 STG.E desc[UR12][UR4.64], R4").writes == {"a", "b"}
     assert follow(*lines, *store).reads == {"a", "b"}
