@@ -8,7 +8,8 @@ other has the tensor cores to itself.
 
 Rows arrive by asynchronous copies from a pointer to each, gathered or not; matrices by the tensor memory accelerator.
 What a stage holds is handed over by a pair of barriers: `full` counts the loads that arrived, `empty` the warpgroups
-that have read it.
+that have read it. The copies of rows are ordinary writes, which the tensor cores do not see before a fence; the loading
+warpgroup makes it, a stage later than the copies, so that neither side waits for it.
 
 Triton's language has no way to say this (it orders a program's steps itself), so the file is written in Gluon, the
 language below it that ships with it. Sorted rows and "expert" E are as in `device`.
@@ -35,8 +36,8 @@ copy_pieces = async_copy.async_load if hasattr(async_copy, "async_load") else as
 # Rows of a tile, and of the half that a multiplying warpgroup owns.
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
-# Threads of the warpgroup that loads; each tells of its own copies.
-LOADERS = gl.constexpr(128)
+# Stages that the loads go on while the copies of one are under way.
+LAG = gl.constexpr(1)
 
 
 @gluon.jit
@@ -82,6 +83,14 @@ def tile_at(index, tiles, end, upto, WIDTH: gl.constexpr, GROUP: gl.constexpr):
     start = gl.max(gl.where(passed, end, 0), 0)
     last = gl.min(gl.where(passed, 0x7FFFFFFF, end), 0)
     return expert, start + (slot - before) * ROWS, last, inside // height
+
+
+@gluon.jit
+def hand_over(arrived, PENDING: gl.constexpr):
+    """Say that the rows of a stage are there; PENDING younger copies may be under way."""
+    async_copy.wait_group(PENDING)
+    fence_async_shared()
+    mbarrier.arrive(arrived, count=1)
 
 
 @gluon.jit
@@ -165,8 +174,13 @@ def load_tiles(
                             at = [expert * BOX + n, k1] if INNER else [expert * BOX + k1, n]
                             load_box(second_part, at, arrived, matrix)
                 copy_pieces(rows_of.index(stage), source + step * BK, mask=keep)
-                async_copy.mbarrier_arrive(arrived, increment_count=False)
+                async_copy.commit_group()
+                if done >= LAG:
+                    hand_over(full.index((done - LAG) % STAGES), LAG)
                 done += 1
+    for last in gl.static_range(LAG):
+        if done + last >= LAG:
+            hand_over(full.index((done - LAG + last) % STAGES), 0)
 
 
 @gluon.jit
@@ -196,8 +210,6 @@ def multiply_rows(
             for step in range(STEPS):
                 stage = done % STAGES
                 mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-                # The rows were copied by ordinary means; the tensor cores read past those.
-                fence_async_shared()
                 rows = rows_of.index(stage).slice(HALF_OF * HALF, HALF)
                 matrix = matrix_of.index(stage)
                 state = warpgroup_mma(rows, matrix.permute((1, 0)) if INNER else matrix, state, is_async=True)
@@ -222,8 +234,8 @@ def stage_barriers(STAGES: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # The matrix's bytes are announced once; each loading thread tells of its copies.
-        mbarrier.init(full.index(stage), count=LOADERS + 1)
+        # The matrix, whose bytes are announced, and the rows.
+        mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     return full, empty

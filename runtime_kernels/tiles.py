@@ -124,7 +124,7 @@ TABLES: dict[str, TileTable] = {
     ),
     # rows counts tokens; so does the number that chooses among them.
     "router_logits": TileTable(
-        few=((64, Tile(16, 16, 256)), (1024, Tile(16, 32, 128, stages=4)), (4096, Tile(32, 64, 128))),
+        few=((64, Tile(16, 16, 256)), (1024, Tile(16, 32, 128, stages=4))),
         many=Tile(64, 64, 64, stages=4),
         older=Tile(64, 64, 64, stages=4),
         single=_SINGLE,

@@ -2,8 +2,8 @@
 
 The row of a pair is the number of pairs that sort before it. For few pairs every pair is compared with every other,
 which spreads over the whole device and needs neither a scan nor a second kernel. For many, `order_count` counts the
-pairs of each expert in blocks, and `order_scatter` compares the pairs of a block with each other and adds what the
-counts of the earlier blocks and the smaller experts say. Both are deterministic: there are no atomics.
+pairs of each expert in blocks, and `order_scatter` sorts each block and adds what the counts of the earlier blocks and
+the smaller experts say. Both are deterministic: there are no atomics.
 """
 
 from __future__ import annotations
@@ -97,22 +97,22 @@ def order_scatter_kernel(
     E: tl.constexpr,
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,
     BB: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """perm [S], starts [E+1] from the counts; a program places PART pairs of one block of BLOCK pairs.
+    """perm [S], starts [E+1] from the counts; a program places one block of BLOCK pairs.
 
-    A pair's row follows the pairs of the smaller experts, those of its own in earlier blocks, and those of its own
-    before it in its block. Pairs out of range are those of one more expert.
+    Sorted by expert and place, the i-th pair of the block is the (i - begin of its expert in the block)-th of its
+    expert there, and its row follows those of the smaller experts and of the same expert in earlier blocks.
     """
     wait(PDL)
-    PARTS: tl.constexpr = BLOCK // PART
-    block = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    block = tl.program_id(0)
     e = tl.arange(0, E_POW2)
-    i = block * BLOCK + part * PART + tl.arange(0, PART)
-    mine = load_experts(ids, i, S, ID_T, ID_K, K, E)
+    i = tl.arange(0, BLOCK)
+    pair = block * BLOCK + i
+    # Numbers past S come last of all; they have no row.
+    keys = tl.where(pair < S, load_experts(ids, pair, S, ID_T, ID_K, K, E) * BLOCK + i, 0x7FFFFFFF)
+    mine = tl.load(counts + block * E + e, mask=(e < E) & (block < B), other=0)
     earlier = tl.zeros((E_POW2,), tl.int32)
     total = tl.zeros((E_POW2,), tl.int32)
     for b0 in tl.range(0, B, BB, num_stages=3):
@@ -120,18 +120,17 @@ def order_scatter_kernel(
         some = tl.load(counts + b[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0)
         total += tl.sum(some, 0)
         earlier += tl.sum(tl.where((b < block)[:, None], some, 0), 0)
-    before = tl.zeros((PART, PART), tl.int32)
-    for j0 in tl.range(0, (part + 1) * PART, PART):
-        j = block * BLOCK + j0 + tl.arange(0, PART)
-        other = load_experts(ids, j, S, ID_T, ID_K, K, E)
-        before += ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])).to(tl.int32)
     trigger(PDL)
     begin = tl.cumsum(total, 0) - total
+    shift = begin + earlier - (tl.cumsum(mine, 0) - mine)
+    keys = tl.sort(keys, 0)
+    expert = keys // BLOCK
+    row = i + tl.gather(shift, tl.minimum(expert, E - 1), 0)
+    # The pairs out of range begin where the valid ones of all blocks end, after those of the earlier blocks.
     valid = tl.sum(total, 0)
-    # Of the pairs before this block, those that no expert counts.
-    outside = valid + block * BLOCK - tl.sum(earlier, 0)
-    row = tl.where(mine < E, tl.gather(begin + earlier, tl.minimum(mine, E - 1), 0), outside) + tl.sum(before, 1)
-    tl.store(perm + row, i, mask=i < S)
-    if tl.program_id(0) == 0:
+    outside = i - tl.sum(mine, 0) + valid + block * BLOCK - tl.sum(earlier, 0)
+    row = tl.where(expert < E, row, outside)
+    tl.store(perm + row, block * BLOCK + keys % BLOCK, mask=pair < S)
+    if block == 0:
         tl.store(starts + e, begin, mask=e < E)
         tl.store(starts + E, valid)

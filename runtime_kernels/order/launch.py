@@ -11,9 +11,6 @@ from moe_compiler.runtime_kernels.launching import power_of_two, scratch, start
 from moe_compiler.runtime_kernels.order.kernel import order_count_kernel, order_kernel, order_scatter_kernel
 from moe_compiler.runtime_kernels.order.reference import ORDER_BLOCK, ORDER_FEW, order_blocks
 
-# Pairs that one program places: enough programs to fill the device, and as few comparisons as that allows.
-_PART = 128
-
 
 def _layout(ids: Tensor) -> dict[str, int]:
     return {"ID_T": ids.stride(0), "ID_K": ids.stride(1), "K": ids.shape[1]}
@@ -57,11 +54,10 @@ def order_scatter(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, An
         "E": experts,
         "E_POW2": padded,
         "BLOCK": ORDER_BLOCK,
-        "PART": _PART,
         "BB": max(1, min(64, 8192 // padded)),
     }
     # Without any pair one program still writes the starts.
-    programs = max(1, counts.shape[0]) * (ORDER_BLOCK // _PART)
+    programs = max(1, counts.shape[0])
     operands = (ids, counts, outs["perm"], outs["starts"])
     numbers = (ids.numel(), counts.shape[0])
     start(order_scatter_kernel, programs, operands, numbers, constants, pdl=pdl, warps=8, stages=1)
