@@ -87,7 +87,6 @@ _WEIGHTS = TileTable(
 _OLDER = Tile(128, 128, 64, warps=8, stages=3, group=8)
 _MANY_SCATTERED = Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True)
 _SCATTERED = Tile(128, 256, 64, stages=4, group=4, tma=True, halves=True, instead=_MANY_SCATTERED)
-_MANY_GATED = Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True, halves=True)
 
 TABLES: dict[str, TileTable] = {
     # cols counts gate alone.
@@ -97,17 +96,16 @@ TABLES: dict[str, TileTable] = {
             (24, Tile(32, 64, 128, stages=3, tma=True)),
             (48, Tile(64, 64, 64, stages=3, swap=True, tma=True, halves=True)),
         ),
-        many=_MANY_GATED,
+        many=Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True, halves=True),
         older=Tile(128, 64, 64, warps=8, stages=3, group=8),
         single=_SINGLE,
-        hopper=(256, Tile(128, 128, 64, stages=3, group=4, tma=True, halves=True, instead=_MANY_GATED)),
     ),
     "down": TileTable(
         few=(*_BY_EXPERT, (48, Tile(64, 128, 64, stages=4, tma=True))),
         many=_MANY_SCATTERED,
         older=_OLDER,
         single=_SINGLE,
-        hopper=(48, _SCATTERED),
+        hopper=(192, _SCATTERED),
     ),
     "grad_act": TileTable(
         few=(*_BY_EXPERT, (48, Tile(64, 64, 64, stages=3, tma=True))),
@@ -120,7 +118,7 @@ TABLES: dict[str, TileTable] = {
         many=_MANY_SCATTERED,
         older=_OLDER,
         single=_SINGLE,
-        hopper=(48, _SCATTERED),
+        hopper=(192, _SCATTERED),
     ),
     # rows counts tokens; so does the number that chooses among them.
     "router_logits": TileTable(

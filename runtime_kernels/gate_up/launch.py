@@ -7,18 +7,14 @@ from typing import Any
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_few_kernel, gate_up_kernel
-from moe_compiler.runtime_kernels.gate_up.specialised import gate_up_specialised_kernel
 from moe_compiler.runtime_kernels.launching import (
     Matrix,
     activation_constants,
     box,
-    laid_out,
     matrix,
-    multiprocessors,
     power_of_two,
     precision,
     row_major,
-    specialised,
     start,
     tile_for,
     vector,
@@ -67,53 +63,7 @@ def gate_up(
     hidden = x.shape[1]
     weights = None if ins["weights"] is None else ins["weights"].contiguous()
     gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
-    biases = {
-        "GATE_BIAS_E": gate_bias.stride,
-        "GATE_BIAS_I": gate_bias.step,
-        "UP_BIAS_E": up_bias.stride,
-        "UP_BIAS_I": up_bias.step,
-    }
     boxes, box_rows = _boxes(gate_list, up_list, gate, up, hidden, tile)
-    if tile.instead is not None:
-        if boxes and gated and gate.inner == 1 and specialised(x, hidden, tile, experts, [gate_bias, up_bias]):
-            first, second = (laid_out(part) for part in (boxes * 2)[:2])
-            start(
-                gate_up_specialised_kernel,
-                multiprocessors(x.device),
-                (
-                    x,
-                    weights,
-                    ins["perm"],
-                    ins["starts"],
-                    first,
-                    second,
-                    gate_bias.operand,
-                    up_bias.operand,
-                    act,
-                    preact,
-                ),
-                (pairs,),
-                {
-                    "X_ROW": x.stride(0),
-                    "K": k,
-                    "E": experts,
-                    "E_POW2": power_of_two(experts + 1, 32),
-                    "H": hidden,
-                    "INTER": size,
-                    "UP_SHIFT": shift,
-                    "BOX": box_rows,
-                    **biases,
-                    **activation_constants(attrs["activation"]),
-                    "BN": tile.cols,
-                    "BK": tile.depth,
-                    "GROUP": tile.group,
-                    "STAGES": tile.stages,
-                },
-                pdl=pdl,
-                warps=tile.warps,
-            )
-            return
-        return gate_up(outs, ins, attrs, pdl=pdl, tile=tile.instead)
     gate_operand, up_operand = gate.operand, up.operand if up_list else None
     joined = False
     if boxes:

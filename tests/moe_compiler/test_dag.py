@@ -146,7 +146,6 @@ def test_the_grid_is_the_number_of_programs_of_the_launch(tokens, backward, inte
     names |= dict.fromkeys(
         ("scatter_product_kernel", "scatter_product_specialised_kernel"), "grad_pairs" if backward else "down"
     )
-    names["gate_up_specialised_kernel"] = "gate_up"
     counted = []
     for start in starts:
         name = names.get(start.kernel.__name__)

@@ -75,7 +75,7 @@ def test_a_loop_or_no_branch_at_all_parts_nothing():
     assert parting(code(["BRA 0x0"])) is None
 
 
-@pytest.mark.parametrize("name", ["gate_up", "down", "grad_pairs"])
+@pytest.mark.parametrize("name", ["down", "grad_pairs"])
 def test_the_kernels_with_specialised_warps_have_three_roles_and_wait_in_each(name):
     table = TABLES[name].hopper
     assert table is not None
