@@ -3,9 +3,10 @@
     python -m benchmarks.chain_host              # on one GPU; writes docs/benchmarks/chain_host.json and .md
 
 Chains of a block as in Qwen3-30B-A3B (E=128, k=8, H=2048, I=768, bf16), with packed weights and with one tensor an
-expert. "first": a run with sizes that are new (kernels compiled already); "again": every later one, and "through
-triton" the same with each launch made by triton; "launches alone": the calls of the driver, without the operator
-around them. Calls are made in bursts of 16 on an idle device, so none waits for a full queue.
+expert. "first": a run with sizes that are new (kernels compiled already); "again": every later one, whose launches are
+one graph; "one by one" and "through triton" the same with a call of the driver for each launch, and with each made by
+triton. "graph alone", "updated" and "calls alone": the calls of the driver without the operator around them, for the
+graph with the addresses of the run before and with new ones, and for the launches one by one. Calls are made in bursts of 16 on an idle device, so none waits for a full queue.
 """
 
 from __future__ import annotations
@@ -67,22 +68,40 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def _by_triton(bound: Any, again: Callable[[], None]) -> float:
-    """Host time of a repeated run whose launches triton makes."""
-    direct, bound._direct = bound._direct, None
+@contextmanager
+def without(bound: Any, *ways: str) -> Iterator[None]:
+    """Runs of a bound chain meanwhile do without these of its ways to launch."""
+    held = {way: getattr(bound, way) for way in ways}
     try:
-        return host_us(again)
+        for way in ways:
+            setattr(bound, way, None)
+        yield
     finally:
-        bound._direct = direct
+        for way, value in held.items():
+            setattr(bound, way, value)
 
 
-def _alone(bound: Any) -> float | None:
-    """Host time of a repeated run's launches by themselves; None where triton makes them."""
-    direct = bound._direct
-    if direct is None:
-        return None
-    addresses, stream = list(direct._slots), torch.cuda.current_stream().cuda_stream
-    return host_us(lambda: direct(addresses, stream))
+def ways_us(bound: Any, again: Callable[[], None]) -> dict[str, float]:
+    """Host time of a repeated run by its other ways to launch, and of the launches alone; nothing where triton makes
+    them."""
+    direct, graph = bound._direct, bound._graph
+    if direct is None or graph is None:
+        return {}
+    found = {}
+    with without(bound, "_graph"):
+        found["one by one us"] = host_us(again)
+        with without(bound, "_direct"):
+            found["through triton us"] = host_us(again)
+    addresses, stream = list(direct._memory), torch.cuda.current_stream().cuda_stream
+
+    def updated() -> None:
+        graph._current = None
+        graph(addresses, stream)
+
+    found["calls alone us"] = host_us(lambda: direct(addresses, stream))
+    found["updated us"] = host_us(updated)
+    found["graph alone us"] = host_us(lambda: graph(addresses, stream))
+    return found
 
 
 def compiled_block(weights: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -122,7 +141,7 @@ def measure(
         again()
         again_us = host_us(again)
         bound = [value for value in program.bound.values() if value is not None][-1:]
-        triton_us, alone_us = (_by_triton(bound[0], again), _alone(bound[0])) if bound else (None, None)
+        others = ways_us(bound[0], again) if bound else {}
         launches = len(program.variant([tokens] * 8).launches)
         rows.append(
             {
@@ -131,9 +150,11 @@ def measure(
                 "T": tokens,
                 "launches": launches,
                 "first us": round(first_us, 1),
-                "through triton us": triton_us and round(triton_us, 1),
                 "again us": round(again_us, 1),
-                "launches alone us": alone_us and round(alone_us, 1),
+                **{
+                    name: round(others[name], 1) if name in others else None
+                    for name in ("one by one us", "through triton us", "graph alone us", "updated us", "calls alone us")
+                },
                 "repeated": "yes" if bound else "no",
             }
         )

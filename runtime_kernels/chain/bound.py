@@ -3,8 +3,8 @@
 What leads to a launch (layouts, tiles, tensor descriptors, the handle of the compiled kernel) depends only on the
 sizes, strides and dtypes of the operands, on where the weights are, and on which addresses are aligned. The first run
 with given ones is watched by a `Binder`; a later run allocates the outputs and one block of memory for everything in
-between, puts the addresses into the noted arguments and starts the kernels: by the driver alone where that can be
-(`direct`), else through triton. Where that would not be the same again (an
+between, puts the addresses into the noted arguments and starts the kernels: by the driver alone where that can be, all
+in one call (`graph`) or one by one (`direct`), else through triton. Where that would not be the same again (an
 operand had to be copied, a table of addresses is written at each call) nothing is bound, and every run goes the long
 way.
 
@@ -25,6 +25,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from moe_compiler.runtime_kernels.chain import direct
+from moe_compiler.runtime_kernels.chain.graph import LaunchGraph, prepare_graph
 from moe_compiler.runtime_kernels.launching import DESCRIPTORS, Start, Trace
 
 _ALIGNMENT = 512
@@ -94,6 +95,7 @@ class Bound:
         self._starts = tuple(starts)
         self._at = 0
         self._direct: direct.Direct | None = None
+        self._graph: LaunchGraph | None = None
         self._asked = any(start.scratch for start in starts)
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
@@ -110,9 +112,15 @@ class Bound:
             base = block.data_ptr()
             addresses += [base + offset for offset in self._offsets]
         stream = driver.active.get_current_stream(device.index)
-        if not self._asked and not torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not self._asked and not capturing:
             self._asked = True
             self._direct = self._by_the_driver(len(addresses))
+            if self._direct is not None and len(self._starts) > 1:
+                self._graph = prepare_graph(self._direct)
+        if self._graph is not None and not capturing:
+            self._graph(addresses, stream)
+            return outputs
         if self._direct is not None:
             self._direct(addresses, stream)
             return outputs
@@ -123,7 +131,9 @@ class Bound:
 
     @property
     def launching(self) -> str:
-        """The kernel that was started last, for a message about it."""
+        """The kernel that was started last, or all that were started together, for a message about it."""
+        if self._graph is not None:
+            return ", ".join(start.kernel for start in self._starts)
         return self._starts[self._at if self._direct is None else self._direct.launching].kernel
 
     def _by_the_driver(self, slots: int) -> direct.Direct | None:

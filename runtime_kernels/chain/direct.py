@@ -19,52 +19,65 @@ from typing import Any
 
 from moe_compiler.runtime_kernels import cuda_driver as cuda
 
-__all__ = ["Direct", "Launch", "prepare"]
+__all__ = ["MARK", "Direct", "Launch", "Prepared", "capture_stream", "prepare"]
 
 # No address: those of devices have 48 bits or fewer. A mark and a slot's number are told apart by the low half.
-_MARK = 0x5A5A5A5A << 32
+MARK = 0x5A5A5A5A << 32
 # A tensor descriptor lies at a multiple of 64 bytes, by the driver's rule; a compiler may ask for 128.
 _ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One launch as the driver makes it: its configuration, the kernel's CUfunction, where its parameters lie, their
+    sizes in bytes, and what keeps them alive."""
+
+    config: cuda.LaunchConfig
+    function: int
+    parameters: Any
+    sizes: tuple[int, ...]
+    copies: _Copies
+
+    def content(self, parameters: Any = None) -> list[bytes]:
+        """The parameters themselves, as they are now: this launch's, or those of another one of the same kernel."""
+        places = self.parameters if parameters is None else parameters
+        return [ctypes.string_at(places[index], size) for index, size in enumerate(self.sizes)]
 
 
 class Direct:
     """A sequence of launches. Call it with the addresses of all slots and the handle of a stream.
 
-    launching: the index of the launch that was made last.
+    launching: the index of the launch that was made last. slots: how many addresses it takes. lock: who holds it may
+    `write`.
     """
 
-    def __init__(
-        self,
-        configs: Sequence[cuda.LaunchConfig],
-        functions: Sequence[int],
-        parameters: Sequence[Any],
-        slots: Any,
-        copies: Sequence[_Copies],
-    ) -> None:
+    def __init__(self, launches: Sequence[Prepared], memory: Any) -> None:
         self.launching = 0
-        self._slots = slots
-        self._size = len(slots)
-        self._configs = tuple(configs)
-        # What the parameters point to lies here; bare pointers do not keep it alive.
-        self._copies = tuple(copies)
+        self.launches = tuple(launches)
+        self.slots = len(memory)
+        self._memory = memory
         self._stream = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._launch = cuda.function("cuLaunchKernelEx")
         self._calls = [
-            (ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
-            for config, function, pointers in zip(configs, functions, parameters, strict=True)
+            (ctypes.byref(launch.config), ctypes.c_void_p(launch.function), launch.parameters, None)
+            for launch in launches
         ]
+
+    def write(self, addresses: list[int]) -> None:
+        """Put the addresses of all slots where the parameters point to. Only with the lock."""
+        self._memory[: self.slots] = addresses
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         """Raises cuda_driver.DriverError, naming the driver's answer."""
         launch = self._launch
         # Another thread may run the same chain, on a stream of its own: the driver has read all it needs on return.
-        with self._lock:
-            self._slots[: self._size] = addresses
+        with self.lock:
+            self.write(addresses)
             if stream != self._stream:
                 self._stream = stream
-                for config in self._configs:
-                    config.stream = stream
+                for prepared in self.launches:
+                    prepared.config.stream = stream
             for index, call in enumerate(self._calls):
                 status = launch(*call)
                 if status:
@@ -93,26 +106,24 @@ def prepare(launches: Sequence[Launch], slots: int) -> Direct | None:
 
     Nothing is executed. The current stream must not be capturing.
     """
-    marks = [_MARK + slot for slot in range(slots)]
+    marks = [MARK + slot for slot in range(slots)]
     memory = (ctypes.c_uint64 * slots)()
-    configs, parameters, copies = [], [], []
+    prepared = []
     try:
-        with _stream() as stream:
+        with capture_stream() as stream:
             for launch in launches:
                 with _captured(launch, marks, stream) as node:
                     found = _read(node, launch, memory)
                 if found is None:
                     return None
-                configs.append(found[0])
-                parameters.append(found[1])
-                copies.append(found[2])
-        return Direct(configs, [launch.function for launch in launches], parameters, memory, copies)
+                prepared.append(found)
+        return Direct(prepared, memory)
     except RuntimeError:
         return None
 
 
 @contextmanager
-def _stream() -> Iterator[Any]:
+def capture_stream() -> Iterator[Any]:
     """A stream to capture on."""
     stream = ctypes.c_void_p()
     cuda.check(
@@ -146,8 +157,8 @@ def _captured(launch: Launch, marks: list[int], stream: Any) -> Iterator[int]:
             cuda.function("cuGraphDestroy")(graph)
 
 
-def _read(node: int, launch: Launch, memory: Any) -> tuple[cuda.LaunchConfig, Any, _Copies] | None:
-    """The configuration of a captured launch and where its parameters lie; None if it is not what `launch` says.
+def _read(node: int, launch: Launch, memory: Any) -> Prepared | None:
+    """A captured launch, or None if it is not what `launch` says.
 
     A parameter that holds a mark is to be read from `memory`, at the mark's slot; the others are copied.
     """
@@ -166,8 +177,8 @@ def _read(node: int, launch: Launch, memory: Any) -> tuple[cuda.LaunchConfig, An
     for index, size in enumerate(sizes):
         source = read.parameters[index]
         value = ctypes.c_uint64.from_address(source).value if size == 8 else 0
-        if value & ~0xFFFFFFFF == _MARK:
-            given.append(value - _MARK)
+        if value & ~0xFFFFFFFF == MARK:
+            given.append(value - MARK)
             pointers[index] = ctypes.addressof(memory) + 8 * given[-1]
         else:
             pointers[index] = kept.copy(source, size)
@@ -179,7 +190,7 @@ def _read(node: int, launch: Launch, memory: Any) -> tuple[cuda.LaunchConfig, An
         attribute.value[0] = 1
         config.attributes = ctypes.pointer(attribute)
         config.count = 1
-    return config, pointers, kept
+    return Prepared(config, launch.function, pointers, tuple(sizes), kept)
 
 
 class _Copies:

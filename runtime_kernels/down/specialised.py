@@ -73,7 +73,7 @@ def expert_tiles(starts, S, E: gl.constexpr, E_POW2: gl.constexpr):
 
 @gluon.jit
 def tile_at(index, tiles, end, upto, WIDTH: gl.constexpr, GROUP: gl.constexpr):
-    """(expert, first row, end row of the expert, column tile) of tile `index`, in the order of `device.tile_of_program`."""
+    """(expert, first row, end row of the expert, column tile) of tile `index`, in `device.tile_of_program`'s order."""
     group = index // (GROUP * WIDTH)
     inside = index % (GROUP * WIDTH)
     height = gl.minimum(tiles - group * GROUP, GROUP)
