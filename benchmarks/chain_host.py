@@ -6,7 +6,8 @@ Chains of a block as in Qwen3-30B-A3B (E=128, k=8, H=2048, I=768, bf16), with pa
 expert. "first": a run with sizes that are new (kernels compiled already); "again": every later one, whose launches are
 one graph; "one by one" and "through triton" the same with a call of the driver for each launch, and with each made by
 triton. "graph alone", "updated" and "calls alone": the calls of the driver without the operator around them, for the
-graph with the addresses of the run before and with new ones, and for the launches one by one. Calls are made in bursts of 16 on an idle device, so none waits for a full queue.
+graph with the addresses of the run before and with new ones, and for the launches one by one. Calls are made in bursts
+of 16 on an idle device, so none waits for a full queue.
 """
 
 from __future__ import annotations
