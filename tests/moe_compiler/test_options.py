@@ -162,7 +162,12 @@ def test_bad_environment_text_names_the_variable():
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("nope", "print(torch._inductor.list_options())"), ("max_autotun", "max_autotune"), ("cudagraphs", "triton.cudagraphs"), ("debgu", "debug")],
+    [
+        ("nope", "print(torch._inductor.list_options())"),
+        ("max_autotun", "max_autotune"),
+        ("cudagraphs", "triton.cudagraphs"),
+        ("debgu", "debug"),
+    ],
 )
 def test_inductors_keys_are_checked(name, nearest):
     lines = refused({"inductor": {name: 1}}).splitlines()
