@@ -26,7 +26,7 @@ from moe_compiler.numeric import NumericCheck, copy_graph
 from moe_compiler.options import Options
 from moe_compiler.pipeline import record_graph, run_phase
 from moe_compiler.recompute import keep_choices
-from moe_compiler.report import Report
+from moe_compiler.report import Report, split_where
 from moe_compiler.runtime_kernels.chain.launcher import KernelLaunchError
 
 __all__ = ["Compilation"]
@@ -36,6 +36,14 @@ _ONE_GRAPH = (
     "torch.compile(..., fullgraph=True) makes it one graph, or says what stands in the way; "
     "moe_compiler.prepare(model) replaces loops over experts that can never be one"
 )
+
+
+def _not_captured(error: CaptureError) -> str:
+    """One line: what stood in the way, at which line of the model, and what helps."""
+    where = ", at {}  {}".format(*split_where(error.where)).rstrip() if error.where else ""
+    return f"not captured, compiled by Inductor unchanged: {error.what}: {error.why}{where}; try: {error.try_}"
+
+
 _PHASE_FIELDS = ("passes", "schedule", "dags", "graphs")
 
 
@@ -82,7 +90,8 @@ class Compilation:
         try:
             captured = capture(module, example_inputs)
         except CaptureError as error:
-            self.report.notes.append(f"not captured, compiled by Inductor unchanged: {error.what}: {error.why}")
+            self.report.notes.append(_not_captured(error))
+            _logs.log().debug("frame %s was not captured", self.report.frame, exc_info=error)
         else:
             raised = self._raise(captured)
         needed = int(self.options.require_match)
