@@ -111,6 +111,10 @@ class Options:
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, metadata={"option": False})
 
+    def source_of(self, key: str) -> str:
+        """How the user wrote the key: the variable `MOEPDL_<KEY>`, or `options["<key>"]`."""
+        return PREFIX + key.upper() if self.origins.get(key) == "environment" else f'options["{key}"]'
+
     def to_dict(self) -> dict[str, Any]:
         """The options as plain values, without the origins: `resolve(options.to_dict(), ...)` gives an equal object."""
         values = {key: getattr(self, key) for key in keys()}

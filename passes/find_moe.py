@@ -6,6 +6,7 @@ nobody writes to while the block runs. The router is resolved apart: when its ru
 a match, with ids and weights as inputs.
 
 The pass changes nothing: it fills `context.matches`, and the report's misses with the best attempt at each candidate.
+A formulation that the user has disabled is tried as well, so that the report can say that it would have matched.
 """
 
 from __future__ import annotations
@@ -331,6 +332,12 @@ def _choosing(ids: Node) -> frozenset[Node]:
     return frozenset(found)
 
 
+def _choices(match: Match) -> frozenset[Node]:
+    """What chooses the experts of a block, and which of the choices it keeps."""
+    kept = frozenset() if match.kept is None else _choosing(match.kept)
+    return _choosing(match.ids_TK) | kept
+
+
 def _candidate(anchor: Node) -> Node:
     """The nearest choice among scores that an anchor depends on, else the anchor: attempts at one belong together."""
     level, seen = [anchor], {anchor}
@@ -368,9 +375,8 @@ def find_moe(graph: Graph, context: Context) -> int:
     order = writes.order
     failed: dict[Node, list[Attempt]] = {}
     claimed: set[Node] = set()
+    explained: set[Node] = set()  # choices of a block that only a disabled formulation matches
     for formulation in FORMULATIONS:
-        if formulation.name in context.options.disable:
-            continue
         for anchor in formulation.anchors(graph):
             if anchor in claimed:
                 continue
@@ -379,6 +385,7 @@ def find_moe(graph: Graph, context: Context) -> int:
             if result.match is not None:
                 _keep_in_region(result.match, region)
                 try:
+                    result.step = "closed"
                     _check_shape(result.match)
                     check_not_quantised([*result.match.gate, *result.match.up, *result.match.down])
                     inside = _inside(result.match)
@@ -389,8 +396,12 @@ def find_moe(graph: Graph, context: Context) -> int:
                     if roundings and context.options.numerics == "strict":
                         raise roundings[0]
                     _check_not_mutated(result.match, inside, writes)
+                    if formulation.name in context.options.disable:
+                        result.step, disabled = "disabled", context.options.source_of("disable")
+                        explained |= _choices(result.match)
+                        raise Miss(f"{formulation.name} is disabled by {disabled}", anchor, "leave it out of that list")
                 except Miss as miss:
-                    result.step, result.miss = "closed", miss
+                    result.miss = miss
                 else:
                     result.match.inner = inside
                     told = [f"numerics fast: {miss.reason}, at {user_line(miss.node)}" for miss in roundings]
@@ -398,9 +409,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                     _bind_router(result.match, writes, region)
                     _sizes(result.match)
                     context.matches.append(result.match)
-                    claimed |= inside | result.match.router_inner | _choosing(result.match.ids_TK)
-                    if result.match.kept is not None:
-                        claimed |= _choosing(result.match.kept)
+                    claimed |= inside | result.match.router_inner | _choices(result.match)
                     failed.pop(candidate, None)
                     claimed.add(candidate)
                     continue
@@ -409,7 +418,7 @@ def find_moe(graph: Graph, context: Context) -> int:
         if candidate in claimed or any(a.anchor in claimed for a in attempts):
             continue
         context.report.misses.append(_record(max(attempts, key=lambda a: a.passed), candidate))
-    _record_lonely_selections(graph, context, claimed, set(failed))
+    _record_lonely_selections(graph, context, claimed | explained, set(failed))
     context.matches.sort(key=lambda match: order[match.output])
     return 0
 

@@ -22,7 +22,7 @@ from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
 from moe_compiler.report import MatchRecord, split_where
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 
-__all__ = ["raise_moe"]
+__all__ = ["leave_alone", "raise_moe"]
 
 _aten = torch.ops.aten
 
@@ -315,6 +315,11 @@ def _uneven(match: Match) -> str:
 def _module_path(path: str) -> str:
     """`L['self'].layers[0].mlp` or `L__self___layers_0` as a reader would write it."""
     return path.replace("L['self'].", "").replace("L['self']", "").replace("['", ".").replace("']", "").strip(".")
+
+
+def leave_alone(context: Context, why: str) -> None:
+    """Report what the finder matched as left alone: where this pass does not run."""
+    context.report.matches += [_describe(match, why) for match in context.matches]
 
 
 @graph_pass(level=Level.MOE, numerics="rounding")
