@@ -179,7 +179,8 @@ class _Raising:
                 ids = insert(output, _aten.reshape.default, (ids, [-1, 1]))
                 weights = insert(output, _aten.ones_like.default, (ids,), {"dtype": spec.compute_dtype})
             else:
-                ids, weights = _pairs(ids), _pairs(weights)
+                k = int(ids.meta["val"].shape[-1])
+                ids, weights = _pairs(ids, k), _pairs(weights, k)
             if weight_at == "input" and x.meta["val"].dtype != spec.compute_dtype:
                 # One expert a token (the finder saw to it): weight the tokens here, in the dtype that the source used.
                 x = insert(output, _aten.mul.Tensor, (x, weights))
@@ -203,10 +204,9 @@ class _Raising:
             self.replace(output, result)
 
 
-def _pairs(node: Node) -> Node:
+def _pairs(node: Node, k: int) -> Node:
     """ids or weights as [T, K]."""
-    value = node.meta["val"]
-    return node if value.dim() == 2 else insert(node, _aten.reshape.default, (node, [-1, int(value.shape[-1])]))
+    return node if node.meta["val"].dim() == 2 else insert(node, _aten.reshape.default, (node, [-1, k]))
 
 
 def _shaped_like(raised: Node, output: Node) -> Node:

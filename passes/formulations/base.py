@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -140,7 +141,8 @@ def experts_spec(activation: Activation, matmul: Node, output: Node, weight_at: 
 def check_sizes(x: Node, ids: Node, weights: Node | None, per_pair: bool = False) -> None:
     """x [T, H], ids [T, K] and weights [T, K] must agree on T and K for every T.
 
-    ids and weights may have more dimensions in front: raising flattens those. per_pair: x has a row for each id.
+    ids and weights may have more dimensions in front, and weights of one expert a token none but T: raising reshapes
+    those. per_pair: x has a row for each id.
     """
     require(len(shape_of(x)) == 2, "the tokens are not a [T, H] matrix", x)
     if per_pair:
@@ -150,6 +152,7 @@ def check_sizes(x: Node, ids: Node, weights: Node | None, per_pair: bool = False
     require(same_size(shape_of(x)[0], tokens), "ids and tokens differ in their number of rows", ids)
     if weights is not None:
         own = shape_of(weights)
+        own = (*own, sympy.Integer(1)) if len(own) == 1 else own
         fits = own[-1] == k and same_size(elements_of(own[:-1]), tokens)
         require(fits, "weights and ids differ in shape", weights)
 

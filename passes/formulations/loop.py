@@ -2,6 +2,8 @@
 
 What the loops share, whatever picks the tokens (a one-hot mask, a comparison of the ids):
     t, j = where(mask of expert e);  y[t] += w[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t]))      e = 0 .. E-1
+With one expert a token the masks may be [T], there is no j, and rows may be written instead of added: no two experts
+have a row in common.
 Every step looks only at the users of an expert's own index nodes, so the work is linear in E.
 """
 
@@ -34,6 +36,7 @@ from moe_compiler.passes.formulations.walk import (
     is_zeros,
     require,
     same_shape,
+    same_value,
     shape_of,
     strip_casts,
     strip_ids,
@@ -99,7 +102,8 @@ def _check_place(b: Bindings, pick: Pick) -> None:
             if "once" not in b.roles:  # the same answer for every expert
                 _check_once(b, node)
                 b.bind(once=True)
-            pick.rows = _increment(pick)
+            replaces = shape_of(b.ids)[-1] == 1 and not is_op(strip_casts(node.args[2]), "add", "add_")  # type: ignore[arg-type]
+            pick.rows = pick.rows if replaces else _increment(pick)
     require(place, f"expert {pick.expert} adds its rows at another place than its tokens", node)
 
 
@@ -110,7 +114,7 @@ def _is_token(pick: Pick, index: object, of: Node | None = None) -> bool:
 
 
 def _is_choice(pick: Pick, index: object) -> bool:
-    return isinstance(index, Node) and strip_ids(index) is strip_ids(pick.choice)
+    return isinstance(index, Node) and pick.choice is not None and strip_ids(index) is strip_ids(pick.choice)
 
 
 def _check_once(b: Bindings, node: Node) -> None:
@@ -124,7 +128,10 @@ def _check_once(b: Bindings, node: Node) -> None:
 
 
 def _increment(pick: Pick) -> Node:
-    """v in y[t] = y[t] + v: right without accumulation, since a token picks an expert at most once."""
+    """v in y[t] = y[t] + v: right without accumulation, since a token picks an expert at most once.
+
+    With one expert a token y[t] = v is right as well: there is one row a token, and the others stay zero.
+    """
     node = pick.adds
     assert node is not None
     value = strip_casts(node.args[2])
@@ -184,7 +191,11 @@ def _is_identity(pick: Pick) -> bool:
 
 
 def _only(nodes: list[Node], reason: str, where: Node) -> Node:
-    require(len(nodes) == 1, reason, where)
+    require(bool(nodes), reason, where)
+    if len(nodes) > 1 and all(same_value(node, nodes[0]) for node in nodes):
+        made = f"{op_name(nodes[0])} computes the same anew for each expert"
+        raise Miss(made, nodes[1], "compute what all experts share once, ahead of the loop")
+    require(len(nodes) == 1, reason, nodes[-1], "let all experts read the same tokens and routing weights")
     return nodes[0]
 
 
@@ -208,16 +219,18 @@ def _pair_weights(b: Bindings, pick: Pick, column: Node) -> Node | None:
     """The weights [T, K] of which `column` [n, 1] holds those of an expert's own pairs; None for no gather."""
     index = strip_views_casts(column)
     indices = [item for item in index.args[1] if item is not None] if is_op(index, "index") else []
-    if len(indices) != 2:
+    gathered = rows_at(index) if pick.choice is None else None
+    if gathered is not None and elements_of(shape_of(index)) == shape_of(index)[0]:
+        indices, source = [gathered[1]], gathered[0]
+    elif len(indices) == 2:
+        source = index.args[0]
+    else:
         return None
-    require(
-        _is_token(pick, indices[0]) and _is_choice(pick, indices[1]),
-        f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked",
-        index,
-    )
+    own = _is_token(pick, indices[0]) and (len(indices) == 1 or _is_choice(pick, indices[1]))
+    require(own, f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked", index)
     full = shape_of(column)
     require(len(full) == 2 and full[1] == 1, "the routing weight is not one number a row", column)
-    return match_weights(index.args[0], b.ids, index)
+    return match_weights(source, b.ids, index)
 
 
 def compute(b: Bindings) -> None:

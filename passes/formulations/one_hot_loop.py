@@ -4,7 +4,7 @@
     y.index_add_(0, t, expert_e(x[None, t].reshape(-1, H)) * w[t, j, None])
 
 The masks may be permuted in any way, or be comparisons of the ids with all of 0 .. E-1 at once. All experts must be
-there.
+there. Ids of one expert a token may be [T], with masks [T, E].
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def anchors(graph: Graph) -> list[Node]:
 def masks(b: Bindings) -> None:
     """The one-hot encoding of [T, K] ids; one mask an expert, and where it is set."""
     source, experts = encoded_ids(b.anchor)
-    require(len(shape_of(source)) == 2, "the one-hot encoding is not of [T, K] ids", b.anchor)
-    picks = _picks(b.anchor, "tke")
+    rank = len(shape_of(source))
+    require(rank in (1, 2), "the one-hot encoding is not of [T, K] ids", b.anchor, "flatten the tokens before it")
+    picks = _picks(b.anchor, "tke" if rank == 2 else "te")
     require(bool(picks), "no expert picks its tokens from this one-hot encoding", b.anchor)
     ids = match_choice(source)
     b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))

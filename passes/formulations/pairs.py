@@ -100,7 +100,12 @@ def match_choice(index: Node) -> Node:
         column = matrix_behind(index, (*shape, sympy.Integer(1)), lambda n: view_or_cast(n) or is_index_cast(n))
         if column is not None:
             return column
-    require(len(shape) >= 2, "the ids are not a [T, K] choice of experts", index)
+    require(
+        len(shape) >= 2,
+        "the ids are not a [T, K] choice of experts",
+        index,
+        "choose in the same graph (topk, max or argmax over the scores), or hand the ids on as [T, 1]",
+    )
     require(not dtype_of(node).is_floating_point, "the experts are chosen by numbers that are no integers", node)
     require(shape[-1].is_Integer, "the number of experts a token is not a constant", node)
     found = pairs_matrix(index, elements_of(shape[:-1]), int(shape[-1]), lambda n: view_or_cast(n) or is_index_cast(n))
@@ -203,13 +208,27 @@ def _is_last(dim: int, tensor: Node) -> bool:
 def match_weights(weight: Node, ids: Node, node: Node) -> Node:
     """The [T, k] routing weights behind the operand of a product; `node` is the product, for the reader.
 
-    A cast that rounds them is not looked through: the operator takes weights of any floating dtype.
+    With one expert a token they may be [T] where nothing on the way is [T, 1]. A cast that rounds them is not looked
+    through: the operator takes weights of any floating dtype.
     """
     shape = shape_of(ids)
     found = pairs_matrix(weight, elements_of(shape[:-1]), int(shape[-1]), view_or_widening)
+    if shape[-1] == 1:
+        found = _column_behind(weight, elements_of(shape))
     require(found is not None, "the routing weights are not one number a (token, expert) pair", node)
     assert found is not None
     return nearest_source(found, view_or_widening)
+
+
+def _column_behind(node: Node, tokens: sympy.Expr) -> Node | None:
+    """The farthest node behind views and widening casts that is [T] or [T, 1]: of views that a loop writes anew."""
+    found = None
+    while True:
+        if same_shape(shape_of(node), (tokens,)) or same_shape(shape_of(node), (tokens, sympy.Integer(1))):
+            found = node
+        if not view_or_widening(node) or not isinstance(node.args[0], Node):
+            return found
+        node = node.args[0]
 
 
 def is_counting(node: Node) -> bool:

@@ -3,6 +3,7 @@
     for e in range(E): t, j = where(ids == e); y[t] += w[t, j, None] * expert_e(x[t])
 
 The addition may be an index_add, an index_put that accumulates, or one that does not: a token picks an expert once.
+Ids of one expert a token may be [T]; the comparison itself may then be the index, y[ids == e] = ...
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def _compared(node: Node) -> dict[Node, int]:
 
 
 def anchors(graph: Graph) -> list[Node]:
-    """Matrices of integers that are compared with at least two constants."""
+    """Lists and matrices of integers that are compared with at least two constants."""
     found = []
     for node in graph.nodes:
         value = node.meta.get("val")
         integers = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
-        if integers and value.dim() == 2 and len(_compared(node)) > 1:
+        if integers and value.dim() in (1, 2) and len(_compared(node)) > 1:
             found.append(node)
     return found
 
@@ -53,7 +54,8 @@ def comparisons(b: Bindings) -> None:
         require(width.is_Integer, "the number of experts is not a constant", topk)
         experts = int(width)
     ids = match_choice(b.anchor)
-    picks = [pick for mask, expert in compared.items() for pick in picks_of_mask(expert, mask, "tk")]
+    letters = "tk" if len(shape_of(b.anchor)) == 2 else "t"
+    picks = [pick for mask, expert in compared.items() for pick in picks_of_mask(expert, mask, letters)]
     b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
     b.bind(picks=complete(picks, experts, b.anchor))
 

@@ -132,6 +132,106 @@ def where_columns(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return result
 
 
+def where_cast_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Weights and routing weights cast in the loop, once an expert."""
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=-1)
+    result = torch.zeros_like(x)
+    for e in range(E):
+        token, choice = torch.where(ids == e)
+        gate, up = halves(F.linear(x[token], b.gate_up[e].to(x.dtype)))
+        rows = F.linear(F.silu(gate) * up, b.down.to(x.dtype)[e])
+        result.index_add_(0, token, rows * weights.to(x.dtype)[token, choice, None])
+    return result
+
+
+def where_cast_rows(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Each expert's own weights cast once they are gathered."""
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=-1)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        token, choice = torch.where(ids == e)
+        result[token] += expert(x[token]) * weights[token, choice].to(x.dtype)[:, None]
+    return result
+
+
+def one_hot_cast_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=-1)
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids, E).permute(2, 1, 0)
+    for e, expert in enumerate(b.experts):
+        choice, token = torch.where(masks[e])
+        rows = expert(x[token] * weights.to(x.dtype)[token, choice, None])
+        result.index_add_(0, token, rows.to(x.dtype))
+    return result
+
+
+def single(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One expert a token: weights [T] and ids [T], without a dimension for the choice."""
+    weights, ids = torch.softmax(logits.float(), dim=-1).max(dim=-1)
+    return weights.to(dtype), ids
+
+
+def where_single(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = single(logits, x.dtype)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        (token,) = torch.where(ids == e)
+        result = result.index_add(0, token, expert(x[token]) * weights[token, None])
+    return result
+
+
+def where_single_written(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """argmax, and the score gathered at it; rows written, since no other expert has them; the index as a column."""
+    scores = torch.softmax(logits, dim=-1)
+    ids = scores.argmax(-1)
+    weights = scores.gather(1, ids.unsqueeze(-1))
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        token = (ids == e).nonzero()[:, 0]
+        result[token] = expert(x[token]) * weights[token]
+    return result
+
+
+def where_masked(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The comparison itself as the index."""
+    weights, ids = single(logits, x.dtype)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        mask = ids == e
+        result[mask] = weights[mask].unsqueeze(1) * expert(x[mask])
+    return result
+
+
+def where_masked_column(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """A top-k of one, masks [T, 1] without their last dimension, the weight on the tokens, rows added."""
+    weights, ids = torch.topk(torch.sigmoid(logits), 1, dim=-1)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        mask = (ids == e).squeeze(-1)
+        result[mask] += expert(x[mask] * weights[mask])
+    return result
+
+
+def one_hot_single(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = single(logits, x.dtype)
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids, E).T
+    for e, expert in enumerate(b.experts):
+        token = torch.nonzero(masks[e]).squeeze(-1)
+        result.index_add_(0, token, weights[token].view(-1, 1) * expert(x[token]))
+    return result
+
+
+def one_hot_masked(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = single(logits, x.dtype)
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids, E).bool()
+    for e, expert in enumerate(b.experts):
+        mask = masks[:, e]
+        result[mask] += expert(x[mask]) * weights[mask][:, None]
+    return result
+
+
 def _of(name: str, *keys: str) -> dict[str, Spelling]:
     return {key: spellings.SPELLINGS[name][key] for key in keys}
 
@@ -155,9 +255,22 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
     "one_hot_loop": {
         "inside": one_hot_inside,
         "compared": one_hot_compared,
+        "cast_inside": one_hot_cast_inside,
+        "single": one_hot_single,
+        "masked": one_hot_masked,
         **_of("one_hot_loop", "packed", "weighted_input"),
     },
-    "where_loop": {"inside": where_inside, "columns": where_columns, **_of("where_loop", "index_add", "unbound")},
+    "where_loop": {
+        "inside": where_inside,
+        "columns": where_columns,
+        "cast_inside": where_cast_inside,
+        "cast_rows": where_cast_rows,
+        "single": where_single,
+        "single_written": where_single_written,
+        "masked": where_masked,
+        "masked_column": where_masked_column,
+        **_of("where_loop", "index_add", "unbound"),
+    },
 }
 
 
