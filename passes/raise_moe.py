@@ -2,7 +2,8 @@
 
 Casts that autocast left implicit are written out, transposed weights become views, and the operators are inserted at
 the block's own place, so inside of its grad-mode region. Asserts about sizes that only the block had (how many rows
-an expert got) go with it; everything else that other nodes read stays.
+an expert got) go with it; everything else that other nodes read stays. Where the block's own operators were an error
+for an id that is no expert, an assertion says so in their place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from moe_compiler import device
 from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, size_expr, user_line
+from moe_compiler.passes.formulations.id_range import id_checks
 from moe_compiler.passes.formulations.topk import STAYS
 from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
 from moe_compiler.report import MatchRecord, split_where
@@ -66,6 +68,7 @@ class _Raising:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.order = {node: place for place, node in enumerate(graph.nodes)}
         self.replaced: dict[Node, Node] = {}
 
     def now(self, node: Node) -> Node:
@@ -148,6 +151,16 @@ class _Raising:
             numbers = insert(output, _aten.arange.default, (int(match.sizes["E"]),), {"device": device_of})
             return insert(output, _aten.index.Tensor, (numbers, [ids]))
 
+    def assert_range(self, ids: Node, match: Match) -> None:
+        """State what the block's operators check of the ids, where nothing shows that they lie inside."""
+        output = match.output
+        for check in id_checks(match, sorted(match.inner, key=self.order.__getitem__)):
+            with self.graph.inserting_before(output):
+                for compare, bound in ((_aten.ge.Scalar, check.low), (_aten.le.Scalar, check.high)):
+                    inside = insert(output, compare, (ids, bound))
+                    held = insert(output, _aten.all.default, (inside,))
+                    insert(output, _aten._assert_async.msg, (held, check.message))
+
     def weights_of_choices(self, match: Match, ids_TK: Node) -> Node:
         """The weights [T, K] out of [K, T, E] or [T, E], where each choice has its own in its expert's column."""
         assert match.weights_KTE is not None
@@ -170,6 +183,7 @@ class _Raising:
                 weights = self.now(match.weights_TK)
             else:
                 weights = None if match.per_pair else self.weights_of_choices(match, ids)
+        self.assert_range(ids, match)
         if match.ids_of_any_range:
             ids = self.experts_at(ids, match)
         spec = match.spec

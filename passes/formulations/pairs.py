@@ -37,6 +37,7 @@ __all__ = [
     "in_range",
     "is_counting",
     "is_pair_index",
+    "keeps_values_of",
     "match_choice",
     "match_ids",
     "match_pair_index",
@@ -157,6 +158,20 @@ def in_range(ids: Node, experts: int, depth: int = 16) -> bool:
     if op_name(node) == "getitem" and isinstance(source, Node) and is_op(source, *_KEEPS_VALUES):
         return (node.args[1] == 0 or not is_op(source, "sort", "mode")) and in_range(source, experts, depth - 1)
     return is_op(node, *_KEEPS_VALUES) and isinstance(source, Node) and in_range(source, experts, depth - 1)
+
+
+def keeps_values_of(node: Node, ids: Node, depth: int = 16) -> bool:
+    """Does `node` hold values of `ids` and no others: all or some of them, in any order?"""
+    node, base = strip_ids(node), strip_ids(ids)
+    if node is base:
+        return True
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if depth == 0 or not isinstance(source, Node):
+        return False
+    if op_name(node) == "getitem":
+        kept = is_op(source, *_KEEPS_VALUES) and (node.args[1] == 0 or not is_op(source, "sort", "mode"))
+        return kept and keeps_values_of(source.args[0], ids, depth - 1)  # type: ignore[arg-type]
+    return is_op(node, *_KEEPS_VALUES) and keeps_values_of(source, ids, depth - 1)
 
 
 def _filled_in_range(node: Node, experts: int, depth: int) -> bool:
