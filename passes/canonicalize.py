@@ -4,9 +4,9 @@ Only what leaves every value as it was: an in-place operator on memory that nobo
 that returns a new tensor, and casts, reshapes, slices and dropouts that change nothing disappear. An in-place operator
 on an input, on a view of one, or on anything still read under its old name afterwards stays as it is. What an exported
 program states about the dtype of a value has been checked by the capture, and goes; the einsums over expert weights
-that it has written out as batched products are einsums again. A cast that a loop writes once an expert is one cast. A
-choice of one expert a token keeps its dimension, [T, 1], which a view then drops: as a top-k of one it has that
-dimension too.
+that it has written out as batched products are einsums again, and its slices of one entry whose dimension is dropped
+are selects (unbind). A cast that a loop writes once an expert is one cast. A choice of one expert a token keeps its
+dimension, [T, 1], which a view then drops: as a top-k of one it has that dimension too.
 """
 
 from __future__ import annotations
@@ -151,6 +151,26 @@ def _drop_statements(graph: Graph) -> int:
     return changed
 
 
+def _restore_selects(graph: Graph) -> int:
+    """Write squeeze(x[i : i + 1]) of a dimension as the select that it is; torch.export writes unbind out so."""
+    changed = 0
+    for node in list(graph.nodes):
+        part = node.args[0] if is_op(node, "squeeze") and len(node.args) > 1 else None
+        if not is_op(part, "slice") or not isinstance(part, Node):
+            continue
+        start, end, dim = (arg(part, name) for name in ("start", "end", "dim"))
+        rank = part.meta["val"].dim()
+        dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+        own = [d % rank for d in dims] == [dim % rank]  # type: ignore[operator, union-attr]
+        if not own or not isinstance(start, int) or start < 0 or end != start + 1 or part.meta["val"].shape[dim] != 1:
+            continue
+        node.target, node.args = _aten.select.int, (part.args[0], dim, start)
+        if not part.users:
+            graph.erase_node(part)
+        changed += 1
+    return changed
+
+
 def _merge_casts(graph: Graph) -> int:
     """Let the first of several equal casts of a tensor stand for all of them, within one autocast or grad-mode region.
 
@@ -205,6 +225,6 @@ def canonicalize(graph: Graph, context: Context) -> int:
     before   p = topk(s); w = p.values.div_(sum(p.values)); w = w.to(float32); y = zeros.index_add_(0, t, v)
     after    p = topk(s); w = div(p.values, sum(p.values));                    y = index_add(zeros, 0, t, v)
     """
-    changed = _drop_statements(graph) + _count_from_the_front(graph)
+    changed = _drop_statements(graph) + _count_from_the_front(graph) + _restore_selects(graph)
     changed += _functionalize(graph) + _drop_no_ops(graph) + _merge_casts(graph)
     return changed + restore_einsums(graph) + _keep_dimension(graph)

@@ -227,7 +227,7 @@ def dense_scattered(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor
 
 def dense_scattered_choice(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """A top-k of more scores than there are experts."""
-    chosen = torch.topk(ids.new_zeros(x.shape[0], E + 1).scatter(1, ids % (E + 1), 1), 1).indices
+    chosen = torch.topk(ids.new_zeros(x.shape[0], E + 1).scatter(1, ids[:, :1] % (E + 1), 1), 1).indices
     return dense(b, x, torch.zeros(x.shape[0], E).scatter(1, chosen, weights[:, :1]))
 
 
@@ -237,10 +237,8 @@ def dense_compared(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 def selected(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """Weights of experts by index_select, which takes no negative index."""
-    flat = ids.reshape(-1)
-    gate, up = (
-        torch.bmm(b.gate_up.index_select(0, flat), x.repeat_interleave(K, 0)[:, :, None]).squeeze(-1).chunk(2, -1)
-    )
+    flat, rows = ids.reshape(-1), x.repeat_interleave(K, 0)
+    gate, up = torch.bmm(b.gate_up.index_select(0, flat), rows[:, :, None]).squeeze(-1).chunk(2, -1)
     rows = torch.bmm(b.down.index_select(0, flat), (F.silu(gate) * up)[:, :, None]).squeeze(-1)
     return (rows * weights.reshape(-1, 1)).view(-1, K, H).sum(1)
 
@@ -315,9 +313,8 @@ def test_ids_that_are_known_to_be_experts_are_not_checked(spelling):
 
 
 def test_a_comparison_takes_any_ids():
-    assert agrees(
-        WithIds(dense_compared), torch.randn(T, H), torch.rand(T, K), torch.randint(-E, 2 * E, (T, K))
-    ).matches
+    ids = torch.randint(-E, 2 * E, (T, K))
+    assert agrees(WithIds(dense_compared), torch.randn(T, H), torch.rand(T, K), ids).matches
 
 
 def test_a_loop_takes_any_ids():

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from moe_compiler import compilation
 from moe_compiler.backend import last_reports
 from moe_compiler.graph_pass import fake_mode_of_graph
-from moe_compiler.testing import run_passes
+from moe_compiler.testing import examples, run_passes
 from tests.passes import spellings
 from tests.passes.numerics import SLACK, _Choices, _Double, compile_eager
 from tests.passes.spellings import Block, E, H, I, K, Spelling, choose
@@ -427,6 +427,28 @@ def test_experts_without_weights_stay_behind_the_block(way: Way) -> None:
 def test_experts_without_weights_elsewhere_are_refused(order: tuple[int, ...], words: str) -> None:
     _, report = run_passes(Block(with_identities(order)), CAPTURE, torch.randn(5, H))
     assert not report.matches and words in report.misses[0].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["split_linear", "split_experts", "routing_map", "capacity", "drop_and_pad"])
+def test_an_example_is_found_in_a_decomposed_program(name: str, dtype: torch.dtype) -> None:
+    """unbind as slices without their dimension, one_hot as a comparison, a product with a matrix as one of E of them.
+
+    Where the example's own sizes depend on T, or its assertions on them do, torch.export takes a constant T.
+    """
+    example = examples()[name](dtype, experts=E, top_k=K, hidden=H, intermediate=I)
+    module = example.module.requires_grad_(False)
+    counts = (9,) if name in ("capacity", "drop_and_pad") else (9, 40)
+    sizes = [{0: torch.export.Dim("tokens", min=2, max=4096)}] if len(counts) > 1 else None
+    program = torch.export.export(module, example.inputs(9), dynamic_shapes=sizes).run_decompositions()
+    compiled = compile_eager(program.module(), dynamic=True if sizes else None)
+    with mock.patch.object(compilation, "run_phase", run_phase_twice):
+        for count in counts:
+            inputs = example.inputs(count)
+            bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+            torch.testing.assert_close(compiled(*inputs), module(*inputs), rtol=bound, atol=bound)
+    (match,) = last_reports()[-1].matches
+    assert match.formulation == name and not last_reports()[-1].misses
 
 
 GATHERED = ("batched_mm", "gather_einsum", "dense_bmm")
