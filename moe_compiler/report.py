@@ -94,7 +94,7 @@ class MissRecord:
     candidate:   the anchor's operator, e.g. `topk`; `where` is its user line
     formulation: the nearest one, which passed `steps_passed` of `steps_total` steps and failed at `step`
     reason:      what did not hold at `node`, whose user line is `at`
-    hint:        what would make it match, when there is something
+    hint:        what would make it match; where the step has no advice of its own, the example to follow
     """
 
     candidate: str

@@ -152,22 +152,26 @@ def _drop_statements(graph: Graph) -> int:
 
 
 def _restore_selects(graph: Graph) -> int:
-    """Write squeeze(x[i : i + 1]) of a dimension as the select that it is; torch.export writes unbind out so."""
-    changed = 0
-    for node in list(graph.nodes):
+    """Write the slices of one entry that torch.export makes of unbind, each without its dimension, as selects."""
+    parts: dict[tuple[Node, int], dict[int, tuple[Node, Node]]] = {}
+    for node in graph.nodes:
         part = node.args[0] if is_op(node, "squeeze") and len(node.args) > 1 else None
-        if not is_op(part, "slice") or not isinstance(part, Node):
+        if not is_op(part, "slice") or not isinstance(part, Node) or not isinstance(part.args[0], Node):
             continue
-        start, end, dim = (arg(part, name) for name in ("start", "end", "dim"))
-        rank = part.meta["val"].dim()
+        start, end, rank = arg(part, "start"), arg(part, "end"), part.meta["val"].dim()
+        dim = arg(part, "dim") % rank
         dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-        own = [d % rank for d in dims] == [dim % rank]  # type: ignore[operator, union-attr]
-        if not own or not isinstance(start, int) or start < 0 or end != start + 1 or part.meta["val"].shape[dim] != 1:
+        if [d % rank for d in dims] == [dim] and isinstance(start, int) and end == start + 1:  # type: ignore[operator]
+            parts.setdefault((part.args[0], dim), {})[start] = (node, part)
+    changed = 0
+    for (source, dim), found in parts.items():
+        if len(found) < 2 or list(found) != list(range(len(found))) or source.meta["val"].shape[dim] != len(found):
             continue
-        node.target, node.args = _aten.select.int, (part.args[0], dim, start)
-        if not part.users:
-            graph.erase_node(part)
-        changed += 1
+        for place, (node, part) in found.items():
+            node.target, node.args = _aten.select.int, (source, dim, place)
+            if not part.users:
+                graph.erase_node(part)
+            changed += 1
     return changed
 
 

@@ -351,20 +351,37 @@ def _candidate(anchor: Node) -> Node:
     return anchor
 
 
+def _line(*nodes: Node | None) -> str:
+    """The user's line of the first of these nodes that has one, or that is read at one: an input has none itself."""
+    for node in nodes:
+        for found in () if node is None else (node, *node.users):
+            line = user_line(found)
+            if line:
+                return line
+    return ""
+
+
+def _remedy(formulation: str) -> str:
+    """What can be done about a step without a hint of its own."""
+    if formulation == "none":
+        return "nothing where this is no choice of experts; else write them as one of moe_compiler.testing.examples()"
+    return f'write the step as moe_compiler.testing.examples()["{formulation}"] does; until then Inductor compiles it'
+
+
 def _record(best: Attempt, candidate: Node) -> MissRecord:
     miss = best.miss
     assert miss is not None
     return MissRecord(
         candidate=op_name(candidate),
-        where=user_line(candidate),
+        where=_line(candidate, best.anchor),
         formulation=best.formulation.name,
         steps_passed=best.passed,
         steps_total=len(best.formulation.steps) + 2,  # and finish, and whether the block is closed
         step=best.step,
         reason=miss.reason,
         node=miss.node.format_node() or miss.node.name if miss.node is not None else "",
-        hint=miss.hint,
-        at=user_line(miss.node),
+        hint=miss.hint or _remedy(best.formulation.name),
+        at=_line(miss.node, best.anchor),
     )
 
 
@@ -440,14 +457,14 @@ def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node]
         context.report.misses.append(
             MissRecord(
                 candidate=op_name(node),
-                where=user_line(node),
+                where=_line(node, ids),
                 formulation="none",
                 steps_passed=0,
                 steps_total=1,
                 step="anchor",
                 reason=miss.reason,
                 node=node.format_node() or node.name,
-                hint=miss.hint,
-                at=user_line(miss.node),
+                hint=miss.hint or _remedy("none"),
+                at=_line(miss.node, node),
             )
         )

@@ -17,7 +17,7 @@ from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding
 from moe_compiler.passes.formulations.pairs import match_choice
-from moe_compiler.passes.formulations.picks import Pick, complete, picks_of_mask, reordered
+from moe_compiler.passes.formulations.picks import Pick, check_one_each, complete, picks_of_mask, reordered
 from moe_compiler.passes.formulations.walk import elements_of, is_op, require, shape_of
 
 __all__ = ["ONE_HOT_LOOP"]
@@ -36,6 +36,7 @@ def masks(b: Bindings) -> None:
     picks = _picks(b.anchor, "tke" if rank == 2 else "te")
     require(bool(picks), "no expert picks its tokens from this one-hot encoding", b.anchor)
     ids = match_choice(source)
+    check_one_each(ids, rank, b.anchor)
     b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
     b.bind(picks=complete(picks, experts, b.anchor))
 

@@ -29,7 +29,7 @@ from moe_compiler.passes.formulations.walk import (
     view_or_cast,
 )
 
-__all__ = ["Pick", "complete", "feeds_where", "picks_of_mask", "reordered"]
+__all__ = ["Pick", "check_one_each", "complete", "feeds_where", "picks_of_mask", "reordered"]
 
 _WHERE = ("where", "nonzero_numpy")
 _BOTH = "take both from where(ids == e), and the routing weights at both: weights[token, choice]"
@@ -152,6 +152,16 @@ def _pick(expert: int, mask: Node, items: list[Node | None], letters: str) -> li
     if token is None or (choice is None and "k" in letters):
         raise Miss(f"the mask of expert {expert} does not give both the token and the choice", mask, _BOTH)
     return [Pick(expert, token, choice, mask)]
+
+
+def check_one_each(ids: Node, rank: int, where: Node) -> None:
+    """Masks [T] say everything only where a token has one expert; those of flattened ids [T * K] are of pairs."""
+    require(
+        rank != 1 or shape_of(ids)[-1] == 1,
+        f"the masks are of {shape_of(ids)[-1]} flattened ids a token, so that they pick pairs and not tokens",
+        where,
+        "compare the ids as they are, [T, K], and take token and choice from where(ids == e)",
+    )
 
 
 def complete(picks: Iterable[Pick], experts: int, anchor: Node) -> list[Pick]:

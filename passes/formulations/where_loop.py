@@ -16,7 +16,7 @@ from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.one_hot_loop import Expert
 from moe_compiler.passes.formulations.pairs import match_choice
-from moe_compiler.passes.formulations.picks import complete, feeds_where, picks_of_mask
+from moe_compiler.passes.formulations.picks import check_one_each, complete, feeds_where, picks_of_mask
 from moe_compiler.passes.formulations.walk import arg, elements_of, is_op, item_of, require, shape_of, strip_ids
 
 __all__ = ["WHERE_LOOP"]
@@ -56,6 +56,7 @@ def comparisons(b: Bindings) -> None:
     ids = match_choice(b.anchor)
     letters = "tk" if len(shape_of(b.anchor)) == 2 else "t"
     picks = [pick for mask, expert in compared.items() for pick in picks_of_mask(expert, mask, letters)]
+    check_one_each(ids, len(shape_of(b.anchor)), b.anchor)
     b.bind(ids=ids, experts=experts, tokens=elements_of(shape_of(ids)[:-1]))
     b.bind(picks=complete(picks, experts, b.anchor))
 

@@ -246,7 +246,8 @@ def test_a_damaged_copy_never_matches_and_the_step_is_named(damaged: Damaged):
     assert (miss.formulation, miss.step) == (damaged.formulation, damaged.step)
     assert damaged.words in miss.reason
     assert miss.steps_passed < miss.steps_total
-    assert "spellings.py" in miss.where
+    assert "spellings.py" in miss.where and "spellings.py" in miss.at
+    assert miss.hint
 
 
 @pytest.mark.parametrize("source", ["options", "environment"])

@@ -312,6 +312,23 @@ def test_ids_that_are_known_to_be_experts_are_not_checked(spelling):
     assert report.matches and "_assert_async" not in str(after.graph)
 
 
+@pytest.mark.parametrize("encoded", [False, True])
+def test_masks_of_flattened_ids_pick_pairs_and_are_no_masks_of_tokens(encoded: bool):
+    """DeepSeek's training loop: tokens repeated K times, rows of pairs written, weighted and summed behind the loop."""
+
+    def flat(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        chosen, rows = ids.view(-1), x.repeat_interleave(K, 0)
+        masks = F.one_hot(chosen, E).bool().T if encoded else [chosen == e for e in range(E)]
+        result = torch.zeros_like(rows)
+        for e, expert in enumerate(b.experts):
+            result[masks[e]] = expert(rows[masks[e]])
+        return (result.view(-1, K, H) * weights[..., None]).sum(1)
+
+    report = agrees(Block(flat), torch.randn(T, H))
+    assert not report.matches and "they pick pairs and not tokens" in reasons(report)
+
+
 def test_a_comparison_takes_any_ids():
     ids = torch.randint(-E, 2 * E, (T, K))
     assert agrees(WithIds(dense_compared), torch.randn(T, H), torch.rand(T, K), ids).matches
