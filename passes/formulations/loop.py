@@ -223,7 +223,7 @@ def _pair_weights(b: Bindings, pick: Pick, column: Node) -> Node | None:
     if gathered is not None and elements_of(shape_of(index)) == shape_of(index)[0]:
         indices, source = [gathered[1]], gathered[0]
     elif len(indices) == 2:
-        source = index.args[0]
+        source = index.args[0]  # type: ignore[assignment]
     else:
         return None
     own = _is_token(pick, indices[0]) and (len(indices) == 1 or _is_choice(pick, indices[1]))
