@@ -29,7 +29,7 @@ from moe_compiler.passes.raise_moe import raise_moe
 from moe_compiler.report import GraphRecord, PassRecord
 from moe_compiler.verify import check_graph, interface
 
-__all__ = ["PIPELINE", "known_names", "pass_named", "run_passes", "run_phase"]
+__all__ = ["PIPELINE", "known_names", "pass_named", "pass_names", "run_passes", "run_phase"]
 
 PIPELINE: tuple[tuple[str, GraphPass], ...] = (
     ("capture", canonicalize),  # fewer spellings, so that a formulation is written once
@@ -45,7 +45,12 @@ PIPELINE: tuple[tuple[str, GraphPass], ...] = (
 
 def known_names() -> frozenset[str]:
     """Names that `options={"disable": [...]}` accepts: passes and formulations."""
-    return frozenset(graph_pass.name for _, graph_pass in PIPELINE) | frozenset(formulation_names())
+    return frozenset(pass_names()) | frozenset(formulation_names())
+
+
+def pass_names() -> tuple[str, ...]:
+    """The names of the passes, in their order."""
+    return tuple(graph_pass.name for _, graph_pass in PIPELINE)
 
 
 def pass_named(name: str) -> GraphPass:
@@ -53,7 +58,7 @@ def pass_named(name: str) -> GraphPass:
     for _, graph_pass in PIPELINE:
         if graph_pass.name == name:
             return graph_pass
-    raise KeyError(f"no pass is called {name!r}; passes: {', '.join(p.name for _, p in PIPELINE)}")
+    raise KeyError(f"no pass is called {name!r}; passes: {', '.join(pass_names())}")
 
 
 def _snapshot(graph: Graph) -> list[tuple[Node, Any, Any, Any]]:

@@ -94,7 +94,7 @@ class MissRecord:
     candidate:   the anchor's operator, e.g. `topk`; `where` is its user line
     formulation: the nearest one, which passed `steps_passed` of `steps_total` steps and failed at `step`
     reason:      what did not hold at `node`, whose user line is `at`
-    hint:        what would make it match, when there is something
+    hint:        what would make it match; where the step has no advice of its own, the example to follow
     """
 
     candidate: str
@@ -392,8 +392,11 @@ class Report:
 
     def _none_found(self) -> str:
         """Why nothing matched, when the search ran and met no candidate at all."""
-        searched = any(record.name == "find_moe" for record in self.passes)
-        if self.matches or self.misses or self.errors or not searched:
+        if self.matches or self.misses or self.errors:
+            return ""
+        if "find_moe" in self.options.get("disable", ()):
+            return ": find_moe is disabled"
+        if not any(record.name == "find_moe" for record in self.passes):
             return ""
         return ": no top-k and no expert matmul found"
 

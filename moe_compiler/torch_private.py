@@ -27,6 +27,7 @@ __all__ = [
     "configured",
     "configured_dynamo",
     "current_compile_id",
+    "data_size_errors",
     "dispatch_mode_base",
     "fake_mode_of",
     "fakeify",
@@ -381,6 +382,13 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
+
+
+def data_size_errors() -> tuple[type[Exception], ...]:
+    """What a trace raises where it cannot relate sizes that come from the data to each other."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return (symbolic_shapes.GuardOnDataDependentSymNode, symbolic_shapes.PendingUnbackedSymbolNotFound)
 
 
 def break_of(error: BaseException) -> tuple[str, str]:

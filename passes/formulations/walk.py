@@ -24,6 +24,7 @@ __all__ = [
     "filled_with",
     "folded",
     "is_cast",
+    "is_fresh",
     "is_index_cast",
     "is_op",
     "is_written",
@@ -67,6 +68,7 @@ _COPIES = frozenset({"clone", "contiguous", "reshape", "reshape_as", "flatten"})
 _NEW_VALUES = (
     "empty",
     "empty_like",
+    "empty_permuted",
     "new_empty",
     "rand",
     "rand_like",
@@ -195,6 +197,11 @@ def is_zeros(node: object) -> bool:
     if is_op(node, "full", "full_like", "new_full"):
         return arg(node, "fill_value") == 0
     return is_op(node, "zeros", "zeros_like", "new_zeros")
+
+
+def is_fresh(node: object) -> bool:
+    """New memory for values that are all written later; torch.export writes empty_like as empty_permuted."""
+    return is_op(node, "empty_like", "empty", "new_empty", "empty_permuted") or is_zeros(node)
 
 
 def filled_with(value: object) -> float | None:

@@ -102,6 +102,33 @@ def test_an_argmax_with_a_capacity_is_one_block(route, dtype, dynamic, training)
     assert match.router == "R3 softmax, top-k"
 
 
+class Written(Loop):
+    """Masks [T], which are indices themselves: rows are written, since no other expert has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, weights = self.route(self, x)
+        flat, weights = x.reshape(-1, H), weights.reshape(-1, 1)
+        masks = chosen.reshape(-1, E).bool()
+        out = torch.zeros_like(flat)
+        for expert in range(E):
+            mask = masks[:, expert]
+            out[mask] = self.rows(expert, flat[mask], weights[mask]).to(out.dtype)
+        return out.reshape(x.shape)
+
+
+@pytest.mark.parametrize("route", [switch, in_floats, as_truth, without_capacity])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_masks_without_a_dimension_for_the_choice_are_one_block(route, dynamic, training):
+    module = Written(route)
+    report = raised_agrees(
+        module, torch.randn(B, S, H), compiled=compiled(module, dynamic), training=training, repeats=6
+    )
+    (match,) = report.matches
+    assert match.formulation == "one_hot_loop" and match.sizes["k"] == "1"
+    assert ("drops" in match.attributes) == (route is not without_capacity)
+
+
 def test_dropped_tokens_get_nothing_and_no_gradient():
     module = Loop(switch)
     x = torch.randn(B, S, H, requires_grad=True)
