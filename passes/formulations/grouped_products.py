@@ -173,7 +173,9 @@ def last_parts(graph: Graph) -> list[Node]:
 
 def _split_source(node: Node) -> Node | None:
     """The rows whose parts `node` multiplies and concatenates, whether or not all of it can be read."""
-    parts = node.args[0] if is_op(node, "cat", "concat") and arg(node, "dim") == 0 else None
+    if not is_op(node, "cat", "concat") or arg(node, "dim") != 0:
+        return None
+    parts = node.args[0]
     first = strip_views_casts(parts[0]) if isinstance(parts, (list, tuple)) and parts else None  # type: ignore[arg-type]
     for step in [first, *(first.args[:2] if is_op(first, "add", "add_") else ())]:  # type: ignore[union-attr]
         product = strip_views_casts(step) if isinstance(step, Node) else None
