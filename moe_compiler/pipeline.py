@@ -81,8 +81,8 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
     """
     with collection_paused():
         total = _run_each(module, passes, context)
-    if total:
-        module.recompile()
+        if total:
+            module.recompile()
     return total
 
 

@@ -14,7 +14,7 @@ import sympy
 from torch.fx import Node
 
 from moe_compiler.moe_ir import op_name
-from moe_compiler.passes.formulations.walk import arg, aten_name, is_op, require, shape_of
+from moe_compiler.passes.formulations.walk import arg, aten_name, is_op, rank_of, require, shape_of
 
 __all__ = ["Contraction", "Product", "contraction", "fed_by", "match_product"]
 
@@ -70,8 +70,7 @@ def contraction(node: object, *, biased: bool = False) -> Contraction | None:
         bias = arg(node, "bias")
         if bias is not None and not biased:
             return None
-        rank = len(shape_of(node.args[0]))
-        lead = ascii_letters[2 : rank + 1]
+        lead = ascii_letters[2 : rank_of(node.args[0]) + 1]
         return Contraction(node, node.args[0], node.args[1], lead + "b", "ab", lead + "a", bias)
     if name in ("addmm", "baddbmm"):
         if not biased or arg(node, "beta") != 1 or arg(node, "alpha") != 1:
@@ -123,7 +122,7 @@ def _sizes(found: Contraction) -> dict[str, sympy.Expr]:
     """The size of each letter, read off the result and the operands."""
     sizes = dict(zip(found.out_letters, shape_of(found.node), strict=True))
     for operand, letters in ((found.left, found.left_letters), (found.right, found.right_letters)):
-        if len(letters) == len(shape_of(operand)):
+        if len(letters) == rank_of(operand):
             sizes = dict(zip(letters, shape_of(operand), strict=True)) | sizes
     return sizes
 

@@ -68,14 +68,16 @@ class Grouped:
         return int(size) if size.is_Integer else -1
 
 
+# Grouped matmuls by name, and the namespace that each is of.
+_GROUPED = {"_grouped_mm": "aten", "grouped_mm_fallback": "transformers"}
+
+
 def is_grouped_mm(node: object) -> bool:
     """A grouped matmul of sorted rows: torch's own, or transformers' opaque operator."""
     if not isinstance(node, Node) or node.op != "call_function":
         return False
-    namespace = getattr(node.target, "namespace", "")
-    return (namespace == "aten" and op_name(node) == "_grouped_mm") or (
-        namespace == "transformers" and op_name(node) == "grouped_mm_fallback"
-    )
+    home = _GROUPED.get(op_name(node))
+    return home is not None and getattr(node.target, "namespace", "") == home
 
 
 def read_grouped(node: Node) -> Grouped | None:

@@ -36,6 +36,7 @@ __all__ = [
     "number",
     "only_user",
     "producer",
+    "rank_of",
     "read_by",
     "reads_only_shape",
     "require",
@@ -138,6 +139,12 @@ def shape_of(node: Node) -> tuple[sympy.Expr, ...]:
     """The sizes of a node's tensor as sympy expressions; () when it is not a tensor."""
     value = node.meta.get("val")
     return tuple(size_expr(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def rank_of(node: Node) -> int:
+    """The number of dimensions of a node's tensor; 0 when it is not a tensor."""
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
 def dtype_of(node: Node) -> torch.dtype:
