@@ -29,6 +29,7 @@ __all__ = [
     "Miss",
     "RouterSpec",
     "is_moepdl",
+    "name_of",
     "op_name",
     "size_expr",
     "user_line",
