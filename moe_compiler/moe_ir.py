@@ -29,6 +29,7 @@ __all__ = [
     "Miss",
     "RouterSpec",
     "is_moepdl",
+    "name_of",
     "op_name",
     "size_expr",
     "user_line",
@@ -75,11 +76,12 @@ def is_moepdl(node: object) -> bool:
 
 def op_name(node: Node) -> str:
     """The operator's name without namespace and overload: `topk`, `_grouped_mm`, `experts`."""
-    return _name_of(node.target)
+    return name_of(node.target)
 
 
 @lru_cache(maxsize=4096)
-def _name_of(target: Any) -> str:
+def name_of(target: Any) -> str:
+    """The name of what a node calls, without namespace and overload."""
     packet = getattr(target, "overloadpacket", None)
     if packet is not None:
         return str(packet).rsplit(".", 1)[-1]

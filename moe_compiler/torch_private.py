@@ -51,6 +51,7 @@ __all__ = [
     "subgraph_break",
     "trace_artifact",
     "transform_step",
+    "uncached_fakes",
     "user_frame",
 ]
 
@@ -81,6 +82,15 @@ def fakeify(mode: Any, value: Any) -> Any:
     if symbolic is None:
         return mode.from_tensor(value, static_shapes=True)
     return mode.from_tensor(value, static_shapes=False, symbolic_context=symbolic, source=symbolic.tensor_source)
+
+
+@contextmanager
+def uncached_fakes(mode: Any) -> Iterator[None]:
+    """Run code on fake tensors under `mode`, without its cache of results."""
+    from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+
+    with mode, disable_fake_tensor_cache(mode):
+        yield
 
 
 def make_fx_pre_dispatch(function: Callable[..., Any], mode: Any, arguments: Sequence[Any]) -> GraphModule:

@@ -306,7 +306,9 @@ def _router_place(router: Router, region: dict[Node, tuple[object, ...]], order:
             raise Miss("the router spans two autocast or grad-mode regions", node)
     if region[router.selection] == home:
         return router.selection
-    place = next(n for n in order if order[n] > order[router.selection] and region[n] == home)
+    place = router.selection.next
+    while region[place] != home:
+        place = place.next
     early = [user for user in router.ids.users if order[user] < order[place] and user not in router.inner]
     if early:
         raise Miss(f"{early[0].name} reads the ids inside of the grad-mode region of the choice", early[0])

@@ -39,6 +39,7 @@ from moe_compiler.passes.formulations.walk import (
     is_cast,
     is_op,
     matrix_behind,
+    rank_of,
     require,
     same_shape,
     same_size,
@@ -72,7 +73,7 @@ def _is_number_cast(node: Node) -> bool:
 def slotted(node: Node) -> Product | None:
     """Rows [E, C, in] times packed matrices [E, ., .]."""
     found = contraction(node)
-    if found is None or len(shape_of(node)) != 3:
+    if found is None or rank_of(node) != 3:
         return None
     try:
         product = match_product(node, lambda operand: operand is found.right, "expert")
