@@ -357,7 +357,7 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
         rows = strip_views_casts(value)
     source, index = _gathered(pick, rows)
     require(_is_token(pick, index), f"expert {pick.expert} reads other tokens than it picked", rows)
-    return token_rows(source, b.tokens, rows), weight
+    return token_rows(source, b.pairs[0], rows), weight
 
 
 def _gathered(pick: Pick, rows: Node) -> tuple[Node, Node]:
@@ -396,7 +396,7 @@ def finish(b: Bindings, formulation: str) -> Match:
         x_TH=b.x,
         ids_TK=b.ids,
         weights_scale=b.scale,
-        one_each=b.roles.get("one_each", False),
+        one_each=b.one_each,
         chosen_TKE=b.roles.get("chosen"),
         weights_TK=b.weights,
         gate=gate,

@@ -54,14 +54,16 @@ def masks(b: Bindings) -> None:
     one_each = not choices or len(shape_of(source)) == 1 or shape_of(source)[-1] != k
     if not choices:
         ids = match_one_each(source, b.anchor)
+    elif one_each:
+        ids = strip_ids(source)
     else:
-        ids = strip_ids(source) if one_each else match_choice(source)
+        ids = match_choice(source)
     require(not dtype_of(ids).is_floating_point, "the experts are chosen by numbers that are no integers", ids)
     # A class more than there are experts is for ids that stand for none: nobody picks it.
     spare = {pick.expert for pick in picks} == set(range(experts - 1)) and not _all_chosen(ids, experts)
     experts -= spare
     b.bind(spare=spare, running=experts, one_each=one_each, chosen=chosen if dropped else None)
-    b.bind(ids=ids, experts=experts, tokens=tokens, pairs=(tokens, k))
+    b.bind(ids=ids, experts=experts, pairs=(tokens, k))
     b.bind(picks=complete(picks, experts, b.anchor))
 
 

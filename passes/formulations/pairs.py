@@ -153,6 +153,8 @@ def in_range(ids: Node, experts: int, depth: int = 16) -> bool:
         return False
     if is_op(node, *_ZEROS):
         return True
+    if is_op(node, "one_hot"):
+        return experts > 1  # a mask that is taken for ids (NLLB)
     if is_op(node, "masked_fill"):
         return _filled_in_range(node, experts, depth)
     if op_name(node) == "getitem" and isinstance(source, Node) and is_op(source, *_KEEPS_VALUES):

@@ -58,7 +58,7 @@ def comparisons(b: Bindings) -> None:
     picks = [p for mask, expert in compared.items() for p in picks_of_mask(expert, mask, "tk" if choices else "t")]
     ids = match_choice(b.anchor) if choices else match_one_each(b.anchor, b.anchor)
     pairs = (tokens, choices[0] if choices else sympy.Integer(1))
-    b.bind(ids=ids, experts=experts, one_each=not choices, tokens=tokens, pairs=pairs)
+    b.bind(ids=ids, experts=experts, one_each=not choices, pairs=pairs)
     b.bind(picks=complete(picks, experts, b.anchor))
 
 
