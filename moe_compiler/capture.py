@@ -7,6 +7,8 @@ operators (activation checkpoint, a user's autograd function, cond, flex attenti
 metadata, user stack traces. The body of an activation checkpoint is captured too; `unsearched` names the others. The
 regions of torch.func transforms become leaves for the same reason, and are written back by `restore`.
 
+What cannot be retraced is a CaptureError at the user's line: the line of the node of Dynamo's graph that was being run.
+
 Small tensor constants are written back as `torch.tensor` calls, so that their values are part of every cache key;
 large ones become buffers with a source of their own.
 """
@@ -28,6 +30,15 @@ from moe_compiler.moe_ir import op_name, user_line
 __all__ = ["capture", "nested_bodies", "restore", "unsearched"]
 
 _INLINE_CONSTANT_LIMIT = 64
+# What to do about sizes that the trace cannot relate to each other, and about everything else.
+_SPLIT = (
+    "cut rows whose number comes from the data with torch.split(rows, counts.tolist()), and put the results together "
+    "with torch.cat: a slice between two cumulated counts has a size that nothing is known about"
+)
+_UNCHANGED = (
+    "the graph goes to Inductor unchanged and computes the same; where a block of it should be rewritten, compile the "
+    'module that holds the block by itself, and report the trace that TORCH_LOGS="+moepdl" shows'
+)
 
 
 class _Retrace(Interpreter):
@@ -44,15 +55,23 @@ class _Retrace(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         self._current = n
-        return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except CaptureError:
+            raise  # of a body, whose own line is nearer
+        except Exception as error:
+            raise _not_retraced(error, _line_from(n)) from error
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
+        node = self._current
+        assert node is not None
         if isinstance(value, torch.Tensor):
             raise CaptureError(
                 what=f"the graph reads the tensor attribute {target!r}",
                 why="a tensor that Dynamo left as an attribute cannot be retraced without losing its identity",
                 try_="pass it as an input, or register it as a parameter or buffer",
+                where=_line_from(node),
             )
         return value
 
@@ -79,6 +98,27 @@ class _Retrace(Interpreter):
             else:
                 return_value = target(*args, **kwargs)
         return torch_private.record_call(target, node, args, kwargs, return_value)
+
+
+def _line_from(node: Node) -> str:
+    """The user's line of a node or, where Dynamo recorded none for it, of the first one behind it that has one."""
+    while node.op != "root":
+        line = user_line(node)
+        if line:
+            return line
+        node = node.next
+    return ""
+
+
+def _not_retraced(error: Exception, where: str) -> CaptureError:
+    reasons = str(error).strip().splitlines()
+    sized = isinstance(error, torch_private.data_size_errors())
+    return CaptureError(
+        what=f"the graph could not be retraced to ATen: {type(error).__name__}",
+        why=reasons[0] if reasons else "no message",
+        try_=_SPLIT if sized else _UNCHANGED,
+        where=where,
+    )
 
 
 def _retrace(module: GraphModule, mode: Any, arguments: Sequence[Any]) -> GraphModule:
@@ -146,11 +186,7 @@ def capture(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(
-            what=f"the graph could not be retraced to ATen: {type(error).__name__}",
-            why=str(error).strip().splitlines()[0] if str(error).strip() else "no message",
-            try_='TORCH_LOGS="+moepdl" shows the whole trace; the graph goes to Inductor unchanged',
-        ) from error
+        raise _not_retraced(error, "") from error
 
 
 def restore(module: GraphModule) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_compiler.errors import MoepdlError, OptionError
+from moe_compiler.errors import MoepdlError, OptionError, near_name
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -198,17 +198,14 @@ def _find_factory(text: str) -> Callable[[], Any]:
         ) from error
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise UsageError(f"module {module_name!r} has no {attribute!r}", try_=_nearest(name, dir(found)))
+            near = near_name(name, dir(found))
+            raise UsageError(
+                f"module {module_name!r} has no {attribute!r}", try_=near or "the name of a function in that module"
+            )
         found = getattr(found, name)
     if not callable(found):
         raise UsageError(f"{text} is a {type(found).__name__}, not a function", try_="a function without arguments")
     return found
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    import difflib
-
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), "")
 
 
 def _parse_options(text: str) -> dict[str, Any]:
@@ -335,7 +332,9 @@ def _named_passes(names: Sequence[str]) -> list[tuple[str, GraphPass]]:
     for name in names:
         if name not in known:
             raise UsageError(
-                f"there is no pass {name!r}", why=f"the passes are {', '.join(known)}", try_=_nearest(name, list(known))
+                f"there is no pass {name!r}",
+                why=f"the passes are {', '.join(known)}",
+                try_=near_name(name, known) or "one of these names",
             )
     chosen = [known[name] for name in names]
     if len({phase for phase, _ in chosen}) > 1:
@@ -373,7 +372,9 @@ def _frames(dump: Path, wanted: str | None) -> list[Path]:
     if not chosen:
         names = [frame.name for frame in frames]
         raise UsageError(
-            f"{dump} has no frame {wanted!r}", why=f"it has {', '.join(names)}", try_=_nearest(wanted, names)
+            f"{dump} has no frame {wanted!r}",
+            why=f"it has {', '.join(names)}",
+            try_=near_name(wanted, names) or "one of these names",
         )
     return chosen
 

@@ -24,9 +24,10 @@ from moe_compiler.inductor import JOINT, POST_GRAD, ReportStore, is_backward, jo
 from moe_compiler.moe_ir import is_moepdl, user_line
 from moe_compiler.numeric import NumericCheck, copy_graph
 from moe_compiler.options import Options
-from moe_compiler.pipeline import record_graph, run_phase
+from moe_compiler.passes.raise_moe import leave_alone, raise_moe
+from moe_compiler.pipeline import pass_names, record_graph, run_phase
 from moe_compiler.recompute import keep_choices
-from moe_compiler.report import Report
+from moe_compiler.report import FragmentRecord, Report, split_where
 from moe_compiler.runtime_kernels.chain.launcher import KernelLaunchError
 
 __all__ = ["Compilation"]
@@ -36,6 +37,16 @@ _ONE_GRAPH = (
     "torch.compile(..., fullgraph=True) makes it one graph, or says what stands in the way; "
     "moe_compiler.prepare(model) replaces loops over experts that can never be one"
 )
+# Without these no block is rewritten.
+_NEEDED = ("find_moe", "raise_moe")
+
+
+def _not_captured(error: CaptureError) -> str:
+    """One line: what stood in the way, at which line of the model, and what helps."""
+    where = ", at {}  {}".format(*split_where(error.where)).rstrip() if error.where else ""
+    return f"not captured, compiled by Inductor unchanged: {error.what}: {error.why}{where}; try: {error.try_}"
+
+
 _PHASE_FIELDS = ("passes", "schedule", "dags", "graphs")
 
 
@@ -53,7 +64,14 @@ class Compilation:
         )
         self._store: ReportStore | None = None
         self._numeric = NumericCheck() if options.verify == "numeric" else None
+        self._note_disabled()
         self._note_idle_options()
+
+    def _note_disabled(self) -> None:
+        """Say which passes do not run, since whatever else the report tells follows from that."""
+        for name in self.options.disable:
+            if name in pass_names():
+                self.report.notes.append(f"{name} is disabled by {self.options.source_of('disable')}")
 
     def _note_idle_options(self) -> None:
         """Say of each option that the user set why it changes nothing in this compile."""
@@ -87,8 +105,8 @@ class Compilation:
         try:
             captured = capture(module, example_inputs)
         except CaptureError as error:
-            place = f", at {error.where}" if error.where else ""
-            self.report.notes.append(f"not captured, compiled by Inductor unchanged: {error.what}: {error.why}{place}")
+            self.report.notes.append(_not_captured(error))
+            _logs.log().debug("frame %s was not captured", self.report.frame, exc_info=error)
         else:
             raised = self._raise(captured)
         needed = int(self.options.require_match)
@@ -97,13 +115,18 @@ class Compilation:
             raise MatchRequired(
                 f'{found} MoE blocks matched where options["require_match"] asks for {needed}',
                 why=str(self.report),
-                try_='options={"require_match": False} compiles whatever is there'
-                if broken is None
-                else broken.remedy
-                if torch_private.is_cut_by_ddp(module)
-                else _ONE_GRAPH,
+                try_=self._remedy(broken, module),
             )
         return raised
+
+    def _remedy(self, broken: FragmentRecord | None, module: GraphModule) -> str:
+        """What helps where too few blocks matched."""
+        disabled = [name for name in _NEEDED if name in self.options.disable]
+        if disabled:
+            return f"leave {' and '.join(disabled)} out of {self.options.source_of('disable')}"
+        if broken is None:
+            return 'options={"require_match": False} compiles whatever is there'
+        return broken.remedy if torch_private.is_cut_by_ddp(module) else _ONE_GRAPH
 
     def _raise(self, captured: GraphModule) -> GraphModule | None:
         context = Context(self.options, "capture", self.report)
@@ -114,6 +137,8 @@ class Compilation:
         for body in [captured, *nested_bodies(captured)]:
             own = Context(self.options, "capture", self.report, self._numeric)
             run_phase(body, "capture", own)
+            if raise_moe.name in self.options.disable:
+                leave_alone(own, f"{raise_moe.name} is disabled by {self.options.source_of('disable')}")
         for node, name in unsearched(captured):
             self.report.notes.append(f"a top-k in a body of {name} was not looked at: {user_line(node)}")
         if not any(not match.left_alone for match in self.report.matches):

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_compiler.errors import MoepdlError
+from moe_compiler.errors import MoepdlError, near_name
 from moe_compiler.report import GraphRecord, PassRecord, Report
 
 if TYPE_CHECKING:
@@ -231,11 +231,10 @@ def pass_diffs(frame: str | Path, name: str | None = None) -> list[tuple[str, st
         wanted = [item for item in diffs if _pass_of(item[0]) == name]
         if not wanted:
             names = dict.fromkeys(_pass_of(item[0]) for item in diffs)
-            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
             raise MoepdlError(
                 f"no pass {name!r} changed a graph in {frame}",
                 why=f"the passes that did are {', '.join(names) or 'none'}",
-                try_=nearest[0] if nearest else "",
+                try_=near_name(name, names) or ("one of these names" if names else "leave the name out"),
             )
         diffs = wanted
     return diffs

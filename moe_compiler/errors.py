@@ -7,7 +7,17 @@ text. Our own stack is of use to us only: the command line shows it with `MOEPDL
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from typing import Any
+
+# Below this similarity (0 to 1, as difflib measures it) a name is no slip of the pen, and naming another only misleads.
+_NEAR = 0.6
+
+
+def near_name(name: str, known: Collection[str]) -> str:
+    """The one of `known` that `name` is nearly spelled like; "" when it is like none of them."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)), "")
 
 
 class MoepdlError(RuntimeError):

@@ -16,15 +16,16 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from moe_compiler.moe_ir import Level, Match
+from moe_compiler.moe_ir import Level, Match, is_moepdl
 from moe_compiler.options import Options
+from moe_compiler.torch_private import uncached_fakes
 
 if TYPE_CHECKING:
     from moe_compiler.launch import Chain
     from moe_compiler.numeric import NumericCheck
     from moe_compiler.report import Report
 
-__all__ = ["Context", "GraphPass", "fake_mode_of_graph", "graph_pass", "insert", "propagate"]
+__all__ = ["Context", "GraphPass", "fake_mode_of_graph", "graph_pass", "insert", "propagate", "recorded_result"]
 
 
 @dataclass
@@ -83,12 +84,21 @@ def fake_mode_of_graph(graph: Graph) -> Any:
     return None
 
 
+def recorded_result(node: Node, mode: Any) -> Any:
+    """What a call's target gives for the recorded values of its arguments; `mode`: the graph's, None for none.
+
+    Our own operators go without torch's cache of fake results: its key spells out every operand, which for the weights
+    of a hundred experts takes several times as long as computing the sizes of the result.
+    """
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    under = nullcontext() if mode is None else uncached_fakes(mode) if is_moepdl(node) else mode
+    with under, torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def propagate(node: Node) -> None:
     """Set `meta["val"]` of a new node by running its target on the recorded values of its arguments."""
-    values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    mode = fake_mode_of_graph(node.graph)
-    with mode if mode is not None else nullcontext(), torch.no_grad():
-        node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
+    node.meta["val"] = recorded_result(node, fake_mode_of_graph(node.graph))
 
 
 def insert(like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:

@@ -29,6 +29,7 @@ __all__ = [
     "Miss",
     "RouterSpec",
     "is_moepdl",
+    "name_of",
     "op_name",
     "size_expr",
     "user_line",
@@ -75,11 +76,12 @@ def is_moepdl(node: object) -> bool:
 
 def op_name(node: Node) -> str:
     """The operator's name without namespace and overload: `topk`, `_grouped_mm`, `experts`."""
-    return _name_of(node.target)
+    return name_of(node.target)
 
 
 @lru_cache(maxsize=4096)
-def _name_of(target: Any) -> str:
+def name_of(target: Any) -> str:
+    """The name of what a node calls, without namespace and overload."""
     packet = getattr(target, "overloadpacket", None)
     if packet is not None:
         return str(packet).rsplit(".", 1)[-1]
@@ -226,14 +228,15 @@ class ExpertsSpec:
 class Match:
     """One MoE block of a captured graph, with everything bound that raising it needs.
 
-    x_TH, ids_TK, weights_TK: the operands; ids and weights may have more dimensions in front than T, which raising
-    flattens. weights_TK is None where the source has only dense scores [T, E]: then `router` and `logits` are bound,
-    and the router makes the weights; or where `weights_KTE` holds each choice's weight in the column of its expert and
-    zeros elsewhere, from which raising takes them. ids_of_any_range: nothing shows that the ids lie in 0 .. E-1, and
-    the source indexes the weights by them: a negative one counts from the end, others are an error. router_bias,
-    router_scale: a router's optional operands, one number an expert; router_place: the node behind which it is
-    inserted; router_inner: the nodes that it replaces; router_weights, router_ids: those of them that others read.
-    router_miss: why the router, or what comes behind the start of it that `router` is, stays as it is.
+    x_TH, ids_TK, weights_TK: the operands; ids and weights may have more dimensions in front than T, and weights of one
+    expert a token no dimension for K, which raising reshapes. weights_TK is None where the source has only dense scores
+    [T, E]: then `router` and `logits` are bound, and the router makes the weights; or where `weights_KTE` holds each
+    choice's weight in the column of its expert and zeros elsewhere, from which raising takes them. ids_of_any_range:
+    nothing shows that the ids lie in 0 .. E-1, and the source indexes the weights by them: a negative one counts from
+    the end, others are an error. router_bias, router_scale: a router's optional operands, one number an expert;
+    router_place: the node behind which it is inserted; router_inner: the nodes that it replaces; router_weights,
+    router_ids: those of them that others read. router_miss: why the router, or what comes behind the start of it that
+    `router` is, stays as it is.
     gate, up, down: expert weights as nodes in the layouts of `moepdl::experts`; `transposed` names those lists whose
     nodes hold [.., in, out] and need a transposed view. gate_bias, up_bias, down_bias: nodes of the biases, [E, out] or
     one an expert; empty for none.

@@ -2,7 +2,8 @@
 
 A value comes from its default, from `torch.compile(..., options={...})` or from the environment variable
 `MOEPDL_<KEY>`, which wins as `TORCH_LOGS` does; `Options.origins` says which. Nothing is guessed: an unknown key or
-name is an error that names the nearest one, and a bad value is an error that lists what is allowed.
+name is an error that lists those there are, and suggests one when it is nearly spelled so; a bad value is an error that
+lists what is allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_compiler.errors import OptionError
+from moe_compiler.errors import OptionError, near_name
 
 PREFIX = "MOEPDL_"
 # Variables of the prefix that other parts read: the command line, the Makefile.
@@ -111,6 +112,10 @@ class Options:
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, metadata={"option": False})
 
+    def source_of(self, key: str) -> str:
+        """How the user wrote the key: the variable `MOEPDL_<KEY>`, or `options["<key>"]`."""
+        return PREFIX + key.upper() if self.origins.get(key) == "environment" else f'options["{key}"]'
+
     def to_dict(self) -> dict[str, Any]:
         """The options as plain values, without the origins: `resolve(options.to_dict(), ...)` gives an equal object."""
         values = {key: getattr(self, key) for key in keys()}
@@ -204,9 +209,8 @@ def resolve(
 
 
 def _unknown(what: str, name: str, known: Collection[str], introduction: str) -> OptionError:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return OptionError(
-        what, why=f"{introduction} {', '.join(known)}" if known else "", try_=nearest[0] if nearest else ""
+        what, why=f"{introduction} {', '.join(known)}", try_=near_name(name, known) or "one of these names"
     )
 
 
@@ -216,8 +220,8 @@ def not_options(environ: Mapping[str, str]) -> dict[str, str]:
     for name in sorted(environ):
         key = name.removeprefix(PREFIX).lower()
         if name.startswith(PREFIX) and key not in _specs() and name not in NOT_OPTIONS:
-            nearest = difflib.get_close_matches(key, _specs(), n=1)
-            found[name] = PREFIX + nearest[0].upper() if nearest else ""
+            nearest = near_name(key, _specs())
+            found[name] = PREFIX + nearest.upper() if nearest else ""
     return found
 
 
@@ -298,11 +302,10 @@ def _check_inductor(key: str, value: Any, source: str, _: Collection[str]) -> di
             if name not in known:
                 # A name without its group (`cudagraphs` for `triton.cudagraphs`) is nearer than any spelling.
                 grouped = [option for option in known if option.rpartition(".")[2] == name]
-                nearest = grouped or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
                 raise OptionError(
                     f"{source}: Inductor has no option {name!r}",
                     why="the names are those of torch._inductor.list_options(), groups with a dot: triton.cudagraphs",
-                    try_=nearest[0],
+                    try_=next(iter(grouped), "") or near_name(name, known) or "print(torch._inductor.list_options())",
                 )
     return dict(value)
 
@@ -317,7 +320,7 @@ def _check_mode(key: str, value: Any, source: str, _: Collection[str]) -> str | 
         raise OptionError(
             f"{source}={value!r} is not allowed".replace("'", '"'),
             why=f"allowed: {', '.join(modes)}",
-            try_=next(iter(difflib.get_close_matches(str(value), modes, n=1, cutoff=0.0)), ""),
+            try_=near_name(str(value), modes) or "one of these names",
         )
     return value
 

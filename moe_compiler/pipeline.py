@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from moe_compiler.errors import MoepdlError, PassError
+from moe_compiler.garbage import collection_paused
 from moe_compiler.graph_pass import Context, GraphPass
 from moe_compiler.graph_text import render_graph
 from moe_compiler.moe_ir import op_name
@@ -29,7 +30,7 @@ from moe_compiler.passes.raise_moe import raise_moe
 from moe_compiler.report import GraphRecord, PassRecord
 from moe_compiler.verify import check_graph, interface
 
-__all__ = ["PIPELINE", "known_names", "pass_named", "run_passes", "run_phase"]
+__all__ = ["PIPELINE", "known_names", "pass_named", "pass_names", "run_passes", "run_phase"]
 
 PIPELINE: tuple[tuple[str, GraphPass], ...] = (
     ("capture", canonicalize),  # fewer spellings, so that a formulation is written once
@@ -45,7 +46,12 @@ PIPELINE: tuple[tuple[str, GraphPass], ...] = (
 
 def known_names() -> frozenset[str]:
     """Names that `options={"disable": [...]}` accepts: passes and formulations."""
-    return frozenset(graph_pass.name for _, graph_pass in PIPELINE) | frozenset(formulation_names())
+    return frozenset(pass_names()) | frozenset(formulation_names())
+
+
+def pass_names() -> tuple[str, ...]:
+    """The names of the passes, in their order."""
+    return tuple(graph_pass.name for _, graph_pass in PIPELINE)
 
 
 def pass_named(name: str) -> GraphPass:
@@ -53,7 +59,7 @@ def pass_named(name: str) -> GraphPass:
     for _, graph_pass in PIPELINE:
         if graph_pass.name == name:
             return graph_pass
-    raise KeyError(f"no pass is called {name!r}; passes: {', '.join(p.name for _, p in PIPELINE)}")
+    raise KeyError(f"no pass is called {name!r}; passes: {', '.join(pass_names())}")
 
 
 def _snapshot(graph: Graph) -> list[tuple[Node, Any, Any, Any]]:
@@ -61,8 +67,7 @@ def _snapshot(graph: Graph) -> list[tuple[Node, Any, Any, Any]]:
     return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
-def _differs(before: list[tuple[Node, Any, Any, Any]], graph: Graph) -> bool:
-    after = _snapshot(graph)
+def _differs(before: list[tuple[Node, Any, Any, Any]], after: list[tuple[Node, Any, Any, Any]]) -> bool:
     if len(before) != len(after) or any(a[0] is not b[0] for a, b in zip(before, after, strict=True)):
         return True
     return any(
@@ -81,14 +86,23 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
 
     Raises PassError when a pass leaves a graph that breaks an invariant, or miscounts its rewrites.
     """
+    with collection_paused():
+        total = _run_each(module, passes, context)
+        if total:
+            module.recompile()
+    return total
+
+
+def _run_each(module: GraphModule, passes: tuple[GraphPass, ...], context: Context) -> int:
     total = 0
     checked = context.options.verify != "off"
+    graph = module.graph
+    started = time.perf_counter()
+    # What one pass leaves is what the next one finds, and no pass may change the interface: each is read once.
+    snapshot, operators, before = _snapshot(graph), _operators(graph), interface(graph) if checked else ()
     for graph_pass in passes:
         if graph_pass.name in context.options.disable:
             continue
-        graph = module.graph
-        started = time.perf_counter()
-        before, operators, snapshot = interface(graph), _operators(graph), _snapshot(graph)
         original = copy_graph(module) if context.numeric is not None else None
         try:
             rewrites = graph_pass(graph, context)
@@ -96,7 +110,8 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
             raise
         except Exception as error:
             raise PassError(graph_pass.name, f"{type(error).__name__}: {error}") from error
-        changed = _differs(snapshot, graph)
+        after = _snapshot(graph)
+        changed = _differs(snapshot, after)
         if changed != (rewrites > 0):
             raise PassError(
                 graph_pass.name,
@@ -106,8 +121,10 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
             check_graph(graph, graph_pass, before)
         if original is not None and changed:
             _check_numbers(original, module, graph_pass.name, context)
-        delta = _operators(graph)
+        left = _operators(graph) if changed else operators
+        delta = Counter(left)
         delta.subtract(operators)
+        snapshot, operators = after, left
         context.report.passes.append(
             PassRecord(
                 name=graph_pass.name,
@@ -122,8 +139,7 @@ def run_passes(module: GraphModule, passes: tuple[GraphPass, ...], context: Cont
         if changed:
             record_graph(module, graph_pass.name, context)
         total += rewrites
-    if total:
-        module.recompile()
+        started = time.perf_counter()
     return total
 
 

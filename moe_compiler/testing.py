@@ -61,7 +61,11 @@ def capture_graph(model: Callable[..., Any], *inputs: Any, dynamic: bool | None 
     with torch._dynamo.config.patch(settings):
         torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(*inputs)
     if not captured:
-        raise CaptureError(what="nothing was captured", why="the model runs no tensor operator, or is already compiled")
+        raise CaptureError(
+            what="nothing was captured",
+            why="the model runs no tensor operator, or is already compiled",
+            try_="hand over the model itself, not what torch.compile returned, and inputs that it computes with",
+        )
     return captured[-1]
 
 

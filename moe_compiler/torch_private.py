@@ -27,6 +27,7 @@ __all__ = [
     "configured",
     "configured_dynamo",
     "current_compile_id",
+    "data_size_errors",
     "dispatch_mode_base",
     "fake_mode_of",
     "fakeify",
@@ -50,6 +51,7 @@ __all__ = [
     "subgraph_break",
     "trace_artifact",
     "transform_step",
+    "uncached_fakes",
     "user_frame",
 ]
 
@@ -80,6 +82,15 @@ def fakeify(mode: Any, value: Any) -> Any:
     if symbolic is None:
         return mode.from_tensor(value, static_shapes=True)
     return mode.from_tensor(value, static_shapes=False, symbolic_context=symbolic, source=symbolic.tensor_source)
+
+
+@contextmanager
+def uncached_fakes(mode: Any) -> Iterator[None]:
+    """Run code on fake tensors under `mode`, without its cache of results."""
+    from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+
+    with mode, disable_fake_tensor_cache(mode):
+        yield
 
 
 def make_fx_pre_dispatch(function: Callable[..., Any], mode: Any, arguments: Sequence[Any]) -> GraphModule:
@@ -381,6 +392,13 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
+
+
+def data_size_errors() -> tuple[type[Exception], ...]:
+    """What a trace raises where it cannot relate sizes that come from the data to each other."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return (symbolic_shapes.GuardOnDataDependentSymNode, symbolic_shapes.PendingUnbackedSymbolNotFound)
 
 
 def break_of(error: BaseException) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from moe_compiler.errors import PassError, VerifyError
-from moe_compiler.graph_pass import GraphPass, fake_mode_of_graph
+from moe_compiler.graph_pass import GraphPass, fake_mode_of_graph, recorded_result
 from moe_compiler.launch import Chain, last_uses
 from moe_compiler.moe_ir import is_moepdl, op_name, size_expr, user_line, vocabulary_errors
 from moe_compiler.options import Options
@@ -79,12 +79,8 @@ def check_graph(graph: Graph, graph_pass: GraphPass, before: tuple[Any, ...]) ->
             continue
         if "val" not in node.meta:
             raise _fail(graph_pass, "a call has no recorded value", node)
-        values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        if mode is not None:
-            with mode, torch.no_grad():
-                again = node.target(*values[0], **values[1])
-            if _metadata(again) != _metadata(node.meta["val"]):
-                raise _fail(graph_pass, "the recorded value is not what the operator computes", node)
+        if mode is not None and _metadata(recorded_result(node, mode)) != _metadata(node.meta["val"]):
+            raise _fail(graph_pass, "the recorded value is not what the operator computes", node)
     after = interface(graph)
     if after != before:
         changed = next((a for a, b in zip(after[1], before[1], strict=False) if a != b), "an input")

@@ -4,8 +4,9 @@ Only what leaves every value as it was: an in-place operator on memory that nobo
 that returns a new tensor, and casts, reshapes, slices and dropouts that change nothing disappear. An in-place operator
 on an input, on a view of one, or on anything still read under its old name afterwards stays as it is. What an exported
 program states about the dtype of a value has been checked by the capture, and goes; the einsums over expert weights
-that it has written out as batched products are einsums again. A choice of one expert a token keeps its dimension,
-[T, 1], which a view then drops: as a top-k of one it has that dimension too.
+that it has written out as batched products are einsums again, and its slices of one entry whose dimension is dropped
+are selects (unbind). A cast that a loop writes once an expert is one cast. A choice of one expert a token keeps its
+dimension, [T, 1], which a view then drops: as a top-k of one it has that dimension too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = ["canonicalize"]
 
 _aten = torch.ops.aten
 _END = 2**63 - 1
+_REGIONS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
 _DROPOUTS = (_aten.dropout, _aten.feature_dropout, _aten.alpha_dropout, _aten.feature_alpha_dropout)
 _SAME_SHAPE_NO_OPS = (_aten.reshape, _aten.view, _aten.expand)
 
@@ -149,6 +151,54 @@ def _drop_statements(graph: Graph) -> int:
     return changed
 
 
+def _restore_selects(graph: Graph) -> int:
+    """Write the slices of one entry that torch.export makes of unbind, each without its dimension, as selects."""
+    parts: dict[tuple[Node, int], dict[int, tuple[Node, Node]]] = {}
+    for node in graph.nodes:
+        part = node.args[0] if is_op(node, "squeeze") and len(node.args) > 1 else None
+        if not is_op(part, "slice") or not isinstance(part, Node) or not isinstance(part.args[0], Node):
+            continue
+        start, end, rank = arg(part, "start"), arg(part, "end"), part.meta["val"].dim()
+        dim = arg(part, "dim") % rank
+        dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+        if [d % rank for d in dims] == [dim] and isinstance(start, int) and end == start + 1:  # type: ignore[operator]
+            parts.setdefault((part.args[0], dim), {})[start] = (node, part)
+    changed = 0
+    for (source, dim), found in parts.items():
+        if len(found) < 2 or list(found) != list(range(len(found))) or source.meta["val"].shape[dim] != len(found):
+            continue
+        for place, (node, part) in found.items():
+            node.target, node.args = _aten.select.int, (source, dim, place)
+            if not part.users:
+                graph.erase_node(part)
+            changed += 1
+    return changed
+
+
+def _merge_casts(graph: Graph) -> int:
+    """Let the first of several equal casts of a tensor stand for all of them, within one autocast or grad-mode region.
+
+    Not one that is written to, or whose source is; and not one that is returned, which is a tensor of its own.
+    """
+    mutated = {alias_root(argument) for node in graph.nodes for argument in mutated_arguments(node)}
+    first: dict[tuple[object, ...], Node] = {}
+    changed = 0
+    for node in list(graph.nodes):
+        if node.op == "call_function" and op_name(node) in _REGIONS:
+            first.clear()
+        if not is_op(node, "to", "_to_copy", "type_as") or any(user.op == "output" for user in node.users):
+            continue
+        if alias_root(node) in mutated or any(alias_root(source) in mutated for source in node.all_input_nodes):
+            continue
+        key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
+        known = first.setdefault(key, node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+            changed += 1
+    return changed
+
+
 def _keep_dimension(graph: Graph) -> int:
     """Let argmax and max over scores keep the dimension that they reduce, and squeeze their results instead."""
     changed = 0
@@ -174,11 +224,11 @@ def _keep_dimension(graph: Graph) -> int:
 def canonicalize(graph: Graph, context: Context) -> int:
     """Make private in-place operators functional, einsums of what was written out; drop what has no effect.
 
-    And let a choice of one expert keep its dimension.
+    And let equal casts be one, and a choice of one expert keep its dimension.
 
     before   p = topk(s); w = p.values.div_(sum(p.values)); w = w.to(float32); y = zeros.index_add_(0, t, v)
     after    p = topk(s); w = div(p.values, sum(p.values));                    y = index_add(zeros, 0, t, v)
     """
-    changed = _drop_statements(graph) + _count_from_the_front(graph)
-    changed += _functionalize(graph) + _drop_no_ops(graph)
+    changed = _drop_statements(graph) + _count_from_the_front(graph) + _restore_selects(graph)
+    changed += _functionalize(graph) + _drop_no_ops(graph) + _merge_casts(graph)
     return changed + restore_einsums(graph) + _keep_dimension(graph)

@@ -46,14 +46,16 @@ def _groups(graph: Graph, dag: nx.DiGraph) -> list[list[Node]]:
             routers.append(node)
         else:
             blocks.setdefault(node.meta.get(BLOCK, node), []).append(node)
+    home = {node: block for block, stages in blocks.items() for node in stages}
+    position = {node: index for index, node in enumerate(graph.nodes)}
     # The choice before the logits that it is made from.
     for router in reversed(routers):
-        readers = {user for item in router.users for user in (item, *item.users)}
-        for stages in blocks.values():
-            if readers & set(stages) and convex(dag, [router, *stages]):
-                stages.insert(0, router)
+        readers = {user for item in router.users for user in (item, *item.users) if user in home}
+        for block in dict.fromkeys(home[reader] for reader in sorted(readers, key=position.__getitem__)):
+            if convex(dag, [router, *blocks[block]]):
+                blocks[block].insert(0, router)
+                home[router] = block
                 break
-    position = {node: index for index, node in enumerate(graph.nodes)}
     found = []
     for stages in blocks.values():
         stages.sort(key=position.__getitem__)

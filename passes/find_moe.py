@@ -6,6 +6,7 @@ nobody writes to while the block runs. The router is resolved apart: when its ru
 a match, with ids and weights as inputs.
 
 The pass changes nothing: it fills `context.matches`, and the report's misses with the best attempt at each candidate.
+A formulation that the user has disabled is tried as well, so that the report can say that it would have matched.
 """
 
 from __future__ import annotations
@@ -305,7 +306,9 @@ def _router_place(router: Router, region: dict[Node, tuple[object, ...]], order:
             raise Miss("the router spans two autocast or grad-mode regions", node)
     if region[router.selection] == home:
         return router.selection
-    place = next(n for n in order if order[n] > order[router.selection] and region[n] == home)
+    place = router.selection.next
+    while region[place] != home:
+        place = place.next
     early = [user for user in router.ids.users if order[user] < order[place] and user not in router.inner]
     if early:
         raise Miss(f"{early[0].name} reads the ids inside of the grad-mode region of the choice", early[0])
@@ -337,6 +340,12 @@ def _choosing(ids: Node) -> frozenset[Node]:
     return frozenset(found)
 
 
+def _choices(match: Match) -> frozenset[Node]:
+    """What chooses the experts of a block, and which of the choices it keeps."""
+    chosen = [node for node in (match.ids_TK, match.kept, match.chosen_TKE) if node is not None]
+    return frozenset().union(*map(_choosing, chosen))
+
+
 def _candidate(anchor: Node) -> Node:
     """The nearest choice among scores that an anchor depends on, else the anchor: attempts at one belong together."""
     level, seen = [anchor], {anchor}
@@ -350,20 +359,37 @@ def _candidate(anchor: Node) -> Node:
     return anchor
 
 
+def _line(*nodes: Node | None) -> str:
+    """The user's line of the first of these nodes that has one, or that is read at one: an input has none itself."""
+    for node in nodes:
+        for found in () if node is None else (node, *node.users):
+            line = user_line(found)
+            if line:
+                return line
+    return ""
+
+
+def _remedy(formulation: str) -> str:
+    """What can be done about a step without a hint of its own."""
+    if formulation == "none":
+        return "nothing where this is no choice of experts; else write them as one of moe_compiler.testing.examples()"
+    return f'write the step as moe_compiler.testing.examples()["{formulation}"] does; until then Inductor compiles it'
+
+
 def _record(best: Attempt, candidate: Node) -> MissRecord:
     miss = best.miss
     assert miss is not None
     return MissRecord(
         candidate=op_name(candidate),
-        where=user_line(candidate),
+        where=_line(candidate, best.anchor),
         formulation=best.formulation.name,
         steps_passed=best.passed,
         steps_total=len(best.formulation.steps) + 2,  # and finish, and whether the block is closed
         step=best.step,
         reason=miss.reason,
         node=miss.node.format_node() or miss.node.name if miss.node is not None else "",
-        hint=miss.hint,
-        at=user_line(miss.node),
+        hint=miss.hint or _remedy(best.formulation.name),
+        at=_line(miss.node, best.anchor),
     )
 
 
@@ -374,9 +400,8 @@ def find_moe(graph: Graph, context: Context) -> int:
     order = writes.order
     failed: dict[Node, list[Attempt]] = {}
     claimed: set[Node] = set()
+    explained: set[Node] = set()  # choices of a block that only a disabled formulation matches
     for formulation in FORMULATIONS:
-        if formulation.name in context.options.disable:
-            continue
         for anchor in formulation.anchors(graph):
             if anchor in claimed:
                 continue
@@ -385,6 +410,7 @@ def find_moe(graph: Graph, context: Context) -> int:
             if result.match is not None:
                 _keep_in_region(result.match, region)
                 try:
+                    result.step = "closed"
                     _check_shape(result.match)
                     check_not_quantised([*result.match.gate, *result.match.up, *result.match.down])
                     inside = _inside(result.match)
@@ -395,8 +421,12 @@ def find_moe(graph: Graph, context: Context) -> int:
                     if roundings and context.options.numerics == "strict":
                         raise roundings[0]
                     _check_not_mutated(result.match, inside, writes)
+                    if formulation.name in context.options.disable:
+                        result.step, disabled = "disabled", context.options.source_of("disable")
+                        explained |= _choices(result.match)
+                        raise Miss(f"{formulation.name} is disabled by {disabled}", anchor, "leave it out of that list")
                 except Miss as miss:
-                    result.step, result.miss = "closed", miss
+                    result.miss = miss
                 else:
                     result.match.inner = inside
                     told = [f"numerics fast: {miss.reason}, at {user_line(miss.node)}" for miss in roundings]
@@ -404,9 +434,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                     _bind_router(result.match, writes, region)
                     _sizes(result.match)
                     context.matches.append(result.match)
-                    claimed |= inside | result.match.router_inner | _choosing(result.match.ids_TK)
-                    for kept in (result.match.kept, result.match.chosen_TKE):
-                        claimed |= _choosing(kept) if kept is not None else frozenset()
+                    claimed |= inside | result.match.router_inner | _choices(result.match)
                     failed.pop(candidate, None)
                     claimed.add(candidate)
                     continue
@@ -415,7 +443,7 @@ def find_moe(graph: Graph, context: Context) -> int:
         if candidate in claimed or any(a.anchor in claimed for a in attempts):
             continue
         context.report.misses.append(_record(max(attempts, key=lambda a: a.passed), candidate))
-    _record_lonely_selections(graph, context, claimed, set(failed))
+    _record_lonely_selections(graph, context, claimed | explained, set(failed))
     context.matches.sort(key=lambda match: order[match.output])
     return 0
 
@@ -443,13 +471,13 @@ def _record_lonely_selections(graph: Graph, context: Context, claimed: set[Node]
 def _lonely(node: Node, miss: Miss) -> MissRecord:
     return MissRecord(
         candidate=op_name(node),
-        where=user_line(node),
+        where=_line(node, miss.node),
         formulation="none",
         steps_passed=0,
         steps_total=1,
         step="anchor",
         reason=miss.reason,
         node=node.format_node() or node.name,
-        hint=miss.hint,
-        at=user_line(miss.node),
+        hint=miss.hint or _remedy("none"),
+        at=_line(miss.node, node),
     )

@@ -2,7 +2,8 @@
 
 Casts that autocast left implicit are written out, transposed weights become views, and the operators are inserted at
 the block's own place, so inside of its grad-mode region. Asserts about sizes that only the block had (how many rows
-an expert got) go with it; everything else that other nodes read stays.
+an expert got) go with it; everything else that other nodes read stays. Where the block's own operators were an error
+for an id that is no expert, an assertion says so in their place.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from moe_compiler import device
 from moe_compiler.aliasing import has_effect, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, size_expr, user_line
+from moe_compiler.passes.formulations.id_range import id_checks
 from moe_compiler.passes.formulations.topk import STAYS
 from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
 from moe_compiler.report import MatchRecord, split_where
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 
-__all__ = ["raise_moe"]
+__all__ = ["leave_alone", "raise_moe"]
 
 _aten = torch.ops.aten
 
@@ -66,6 +68,7 @@ class _Raising:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.order = {node: place for place, node in enumerate(graph.nodes)}
         self.replaced: dict[Node, Node] = {}
 
     def now(self, node: Node) -> Node:
@@ -153,9 +156,18 @@ class _Raising:
         assert match.chosen_TKE is not None
         experts, k = int(match.sizes["E"]), int(match.sizes["k"])
         with self.graph.inserting_before(match.output):
-            kept = insert(match.output, _aten.any.dim, (self.now(match.chosen_TKE), -1))
-            ids = insert(match.output, _aten.reshape.default, (ids, [-1, k]))
-            return insert(match.output, _aten.where.ScalarOther, (kept, ids, experts))
+            kept = _pairs(insert(match.output, _aten.any.dim, (self.now(match.chosen_TKE), -1)), k)
+            return insert(match.output, _aten.where.ScalarOther, (kept, _pairs(ids, k), experts))
+
+    def assert_range(self, ids: Node, match: Match) -> None:
+        """State what the block's operators check of the ids, where nothing shows that they lie inside."""
+        output = match.output
+        for check in id_checks(match, sorted(match.inner, key=self.order.__getitem__)):
+            with self.graph.inserting_before(output):
+                for compare, bound in ((_aten.ge.Scalar, check.low), (_aten.le.Scalar, check.high)):
+                    inside = insert(output, compare, (ids, bound))
+                    held = insert(output, _aten.all.default, (inside,))
+                    insert(output, _aten._assert_async.msg, (held, check.message))
 
     def weights_of_choices(self, match: Match, ids_TK: Node) -> Node:
         """The weights [T, K] out of [K, T, E] or [T, E], where each choice has its own in its expert's column."""
@@ -179,9 +191,7 @@ class _Raising:
                 weights = self.now(match.weights_TK)
             else:
                 weights = None if match.per_pair else self.weights_of_choices(match, ids)
-        if match.one_each:
-            with self.graph.inserting_before(match.output):
-                ids = insert(match.output, _aten.reshape.default, (ids, [-1, 1]))
+        self.assert_range(ids, match)
         if match.chosen_TKE is not None:
             ids = self.chosen(ids, match)
         if match.ids_of_any_range:
@@ -193,7 +203,8 @@ class _Raising:
                 ids = insert(output, _aten.reshape.default, (ids, [-1, 1]))
                 weights = insert(output, _aten.ones_like.default, (ids,), {"dtype": spec.compute_dtype})
             else:
-                ids, weights = _pairs(ids), _scaled(_pairs(weights), match.weights_scale)
+                k = int(match.sizes["k"])
+                ids, weights = _pairs(ids, k), _scaled(_pairs(weights, k), match.weights_scale)
             if weight_at == "input" and x.meta["val"].dtype != spec.compute_dtype:
                 # One expert a token (the finder saw to it): weight the tokens here, in the dtype that the source used.
                 x = insert(output, _aten.mul.Tensor, (x, weights))
@@ -217,10 +228,11 @@ class _Raising:
             self.replace(output, result)
 
 
-def _pairs(node: Node) -> Node:
+def _pairs(node: Node, k: int) -> Node:
     """ids or weights as [T, K]."""
-    value = node.meta["val"]
-    return node if value.dim() == 2 else insert(node, _aten.reshape.default, (node, [-1, int(value.shape[-1])]))
+    shape = node.meta["val"].shape
+    fits = len(shape) == 2 and size_expr(shape[1]) == k
+    return node if fits else insert(node, _aten.reshape.default, (node, [-1, k]))
 
 
 def _scaled(weights: Node, scale: float) -> Node:
@@ -339,6 +351,11 @@ def _uneven(match: Match) -> str:
 def _module_path(path: str) -> str:
     """`L['self'].layers[0].mlp` or `L__self___layers_0` as a reader would write it."""
     return path.replace("L['self'].", "").replace("L['self']", "").replace("['", ".").replace("']", "").strip(".")
+
+
+def leave_alone(context: Context, why: str) -> None:
+    """Report what the finder matched as left alone: where this pass does not run."""
+    context.report.matches += [_describe(match, why) for match in context.matches]
 
 
 @graph_pass(level=Level.MOE, numerics="rounding")

@@ -235,7 +235,7 @@ def _why(matches: list[Any], misses: list[Any], notes: list[str]) -> str:
         return alone[0]
     if misses:
         return max(misses, key=lambda miss: (miss.formulation != "none", miss.steps_passed / miss.steps_total)).reason
-    return next((note for note in notes if note.startswith("not captured")), "")
+    return next((note.partition("; try: ")[0] for note in notes if note.startswith("not captured")), "")
 
 
 def _folded(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

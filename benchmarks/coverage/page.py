@@ -114,7 +114,8 @@ def _misses(data: Mapping[str, Any]) -> Iterator[str]:
                 yield tuple(miss[part] for part in _MISS), name, column
             for note in cell.get("notes", ()):
                 if note.startswith("not captured"):
-                    yield (note, "none", "capture", "0", "", _CAPTURE), name, column
+                    reason, _, remedy = note.partition("; try: ")
+                    yield (reason, "none", "capture", "0", "", remedy or _CAPTURE), name, column
 
     groups = _grouped(found())
     by_reason: dict[str, list[tuple[Any, dict[str, list[str]]]]] = {}

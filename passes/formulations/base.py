@@ -143,8 +143,8 @@ def check_sizes(
 ) -> None:
     """x [T, H], ids [T, K] and weights [T, K] must agree on T and K for every T.
 
-    ids and weights may have more dimensions in front: raising flattens those. per_pair: x has a row for each id.
-    pairs: (T, K) where the shape of the ids does not say it.
+    ids and weights may have more dimensions in front, and weights of one expert a token none but T: raising reshapes
+    those. per_pair: x has a row for each id. pairs: (T, K) where the shape of the ids does not say it.
     """
     require(len(shape_of(x)) == 2, "the tokens are not a [T, H] matrix", x)
     if per_pair:
@@ -154,6 +154,7 @@ def check_sizes(
     require(same_size(shape_of(x)[0], tokens), "ids and tokens differ in their number of rows", ids)
     if weights is not None:
         own = shape_of(weights)
+        own = (*own, sympy.Integer(1)) if len(own) == 1 else own
         fits = own[-1] == k and same_size(elements_of(own[:-1]), tokens)
         require(fits, "weights and ids differ in shape", weights)
 

@@ -31,12 +31,15 @@ from moe_compiler.passes.formulations.base import (
 )
 from moe_compiler.passes.formulations.contraction import Product, contraction, match_product
 from moe_compiler.passes.formulations.counts import EXACT, is_integer_cast
+from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding
 from moe_compiler.passes.formulations.pairs import are_distinct, in_range, match_choice, token_rows
 from moe_compiler.passes.formulations.walk import (
     arg,
     elements_of,
     is_cast,
     is_op,
+    matrix_behind,
+    rank_of,
     require,
     same_shape,
     same_size,
@@ -70,7 +73,7 @@ def _is_number_cast(node: Node) -> bool:
 def slotted(node: Node) -> Product | None:
     """Rows [E, C, in] times packed matrices [E, ., .]."""
     found = contraction(node)
-    if found is None or len(shape_of(node)) != 3:
+    if found is None or rank_of(node) != 3:
         return None
     try:
         product = match_product(node, lambda operand: operand is found.right, "expert")
@@ -82,13 +85,30 @@ def slotted(node: Node) -> Product | None:
     return product if fits and ordered else None
 
 
+def _repeated(node: Node, experts: sympy.Expr) -> Node | None:
+    """The tokens [T, H] that `node` [E, T, H] holds once an expert: a product that torch.export has written out."""
+    node = strip_views(node)
+    shape, source = shape_of(node), node.args[0] if is_op(node, "expand") else None
+    if not isinstance(source, Node) or len(shape) != 3 or not same_size(shape[0], experts):
+        return None
+    found = matrix_behind(source, shape[1:])
+    return found if shape_of(source) in (shape[1:], (sympy.Integer(1), *shape[1:])) else None
+
+
 def _mask_product(node: Node) -> tuple[Node, Node, bool] | None:
     """(mask, tokens, is it [T, E, C]) when `node` [E, C, H] is a mask [E, C, T] or [T, E, C] times tokens [T, H]."""
     node = strip_views_casts(node)
     found = contraction(node)
-    if found is None or len(shape_of(node)) != 3 or len(shape_of(found.right)) != 2:
+    if found is None or len(shape_of(node)) != 3:
         return None
     e, c, h = found.out_letters
+    if len(shape_of(found.right)) == 3:
+        tokens = _repeated(found.right, shape_of(node)[0])
+        t = found.right_letters[1:2]
+        each = found.left_letters == e + c + t and found.right_letters == e + t + h
+        return (found.left, tokens, False) if tokens is not None and each else None
+    if len(shape_of(found.right)) != 2:
+        return None
     t = found.right_letters[0]
     if found.right_letters[1:] != h or found.left_letters not in (e + c + t, t + e + c):
         return None
@@ -210,11 +230,19 @@ def weigh(b: Bindings) -> None:
             weights, places = strip_views(left), _any_cast(right)
     if weights is None or places is None:
         raise Miss("the slots are not the product of weights [K, T, E, 1] and places [K, T, 1, C]", product)
-    require(is_op(places, "one_hot"), f"the places come from {op_name(places)}, not from a one-hot encoding", places)
-    width = places.args[1] if len(places.args) > 1 else -1
+    require(is_encoding(places), f"the places come from {op_name(places)}, not from a one-hot encoding", places)
+    place, width = _encoded(places)
     rank = len(shape_of(weights))
-    require(rank == 3 and width != -1, "the number of slots comes from the data", places)
-    b.bind(weights_KTE=weights, place=places.args[0], capacity=width)
+    constant = rank == 3 and width != -1
+    require(constant, "the number of slots comes from the data", places, "give one_hot its num_classes")
+    b.bind(weights_KTE=weights, place=place, capacity=width)
+
+
+def _encoded(encoding: Node) -> tuple[Node, object]:
+    """(numbers, classes) of a one-hot encoding in either spelling; the classes may be computed from sizes."""
+    if is_op(encoding, "one_hot"):
+        return encoding.args[0], encoding.args[1] if len(encoding.args) > 1 else -1  # type: ignore[return-value]
+    return encoded_ids(encoding)
 
 
 def rank(b: Bindings) -> None:
@@ -261,11 +289,11 @@ def choose(b: Bindings) -> None:
     first = is_op(turned, "permute") and [d % 3 for d in turned.args[1]] == [1, 0, 2]
     first = first or (is_op(turned, "transpose") and {d % 3 for d in turned.args[1:3]} == {0, 1})
     encoding = _any_cast(turned.args[0])
-    require(first and is_op(encoding, "one_hot"), "the choices are not a one-hot encoding of the ids", turned)
-    classes = encoding.args[1] if len(encoding.args) > 1 else -1
+    require(first and is_encoding(encoding), "the choices are not a one-hot encoding of the ids", turned)
+    numbers, classes = _encoded(encoding)
     require(classes == b.experts, f"{classes} classes but {b.experts} experts", encoding)
-    ids = match_choice(encoding.args[0])  # type: ignore[arg-type]
-    require(len(shape_of(encoding.args[0])) == 2, "the one-hot encoding is not of [T, K] ids", encoding)
+    ids = match_choice(numbers)
+    require(len(shape_of(numbers)) == 2, "the one-hot encoding is not of [T, K] ids", encoding)
     require(are_distinct(ids) and in_range(ids, b.experts), "nothing shows that a token's experts are distinct", ids)
     require(same_size(shape_of(ids)[0], b.tokens), "ids and tokens differ in their number of rows", ids)
     b.bind(ids=ids)

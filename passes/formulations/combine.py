@@ -10,6 +10,7 @@ from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.pairs import match_pair_index
 from moe_compiler.passes.formulations.walk import (
     arg,
+    is_fresh,
     is_op,
     is_zeros,
     require,
@@ -48,10 +49,6 @@ def check_weighted_inside(weight: Node, down_bias: tuple[Node, ...]) -> None:
         weight,
         "apply the routing weight to the experts' output",
     )
-
-
-# Memory of the inverse's own; torch.export writes empty_like as empty_permuted.
-_FRESH = ("empty_like", "zeros_like", "new_empty", "empty", "empty_permuted", "zeros")
 
 
 def next_step(node: Node, what: str) -> Node:
@@ -212,7 +209,7 @@ def match_inverse(node: Node, perm: Node) -> None:
     if is_op(node, "index_put", "index_put_"):
         base, indices, values = node.args[:3]
         require(
-            isinstance(base, Node) and is_op(base, *_FRESH),
+            is_fresh(base),
             "the inverse starts from other values",
             node,
         )

@@ -14,11 +14,12 @@ import sympy
 from torch.fx import Node
 
 from moe_compiler.moe_ir import op_name
-from moe_compiler.passes.formulations.walk import arg, is_op, require, shape_of
+from moe_compiler.passes.formulations.walk import arg, aten_name, is_op, rank_of, require, shape_of
 
 __all__ = ["Contraction", "Product", "contraction", "fed_by", "match_product"]
 
 _WITH_BIAS = ("addmm", "addbmm", "baddbmm")
+_PRODUCTS = frozenset({"einsum", "linear", "addmm", "baddbmm", "mm", "bmm", "matmul"})
 
 
 @dataclass(frozen=True)
@@ -59,30 +60,29 @@ def contraction(node: object, *, biased: bool = False) -> Contraction | None:
 
     One with a bias counts only when `biased`: the caller has to do something about it.
     """
-    if not isinstance(node, Node):
+    name = aten_name(node)
+    if name not in _PRODUCTS:
         return None
-    if is_op(node, "einsum"):
+    assert isinstance(node, Node)
+    if name == "einsum":
         return _einsum(node)
-    if is_op(node, "linear"):
+    if name == "linear":
         bias = arg(node, "bias")
         if bias is not None and not biased:
             return None
-        rank = len(shape_of(node.args[0]))
-        lead = ascii_letters[2 : rank + 1]
+        lead = ascii_letters[2 : rank_of(node.args[0]) + 1]
         return Contraction(node, node.args[0], node.args[1], lead + "b", "ab", lead + "a", bias)
-    if is_op(node, "addmm", "baddbmm"):
+    if name in ("addmm", "baddbmm"):
         if not biased or arg(node, "beta") != 1 or arg(node, "alpha") != 1:
             return None
-        batch = "d" if is_op(node, "baddbmm") else ""
+        batch = "d" if name == "baddbmm" else ""
         letters = (batch + "cb", batch + "ba", batch + "ca")
         return Contraction(node, node.args[1], node.args[2], *letters, node.args[0])
-    if is_op(node, "mm"):
+    if name == "mm":
         return Contraction(node, node.args[0], node.args[1], "cb", "ba", "ca")
-    if is_op(node, "bmm"):
+    if name == "bmm":
         return Contraction(node, node.args[0], node.args[1], "dcb", "dba", "dca")
-    if is_op(node, "matmul"):
-        return _matmul(node)
-    return None
+    return _matmul(node)
 
 
 def _einsum(node: Node) -> Contraction | None:
@@ -122,7 +122,7 @@ def _sizes(found: Contraction) -> dict[str, sympy.Expr]:
     """The size of each letter, read off the result and the operands."""
     sizes = dict(zip(found.out_letters, shape_of(found.node), strict=True))
     for operand, letters in ((found.left, found.left_letters), (found.right, found.right_letters)):
-        if len(letters) == len(shape_of(operand)):
+        if len(letters) == rank_of(operand):
             sizes = dict(zip(letters, shape_of(operand), strict=True)) | sizes
     return sizes
 

@@ -39,6 +39,7 @@ from moe_compiler.passes.formulations.walk import (
     arg,
     elements_of,
     is_op,
+    rank_of,
     require,
     same_shape,
     shape_of,
@@ -61,8 +62,10 @@ class _First:
 
 def _experts(weight: Node) -> int | None:
     """E of a packed [E, ., .] weight, None for another tensor."""
-    shape = shape_of(weight)
-    return int(shape[0]) if len(shape) == 3 and shape[0].is_Integer and shape[0] > 1 else None
+    if rank_of(weight) != 3:
+        return None
+    size = shape_of(weight)[0]
+    return int(size) if size.is_Integer and size > 1 else None
 
 
 def _replicated(node: Node, experts: int) -> Node | None:

@@ -68,14 +68,16 @@ class Grouped:
         return int(size) if size.is_Integer else -1
 
 
+# Grouped matmuls by name, and the namespace that each is of.
+_GROUPED = {"_grouped_mm": "aten", "grouped_mm_fallback": "transformers"}
+
+
 def is_grouped_mm(node: object) -> bool:
     """A grouped matmul of sorted rows: torch's own, or transformers' opaque operator."""
     if not isinstance(node, Node) or node.op != "call_function":
         return False
-    namespace = getattr(node.target, "namespace", "")
-    return (namespace == "aten" and op_name(node) == "_grouped_mm") or (
-        namespace == "transformers" and op_name(node) == "grouped_mm_fallback"
-    )
+    home = _GROUPED.get(op_name(node))
+    return home is not None and getattr(node.target, "namespace", "") == home
 
 
 def read_grouped(node: Node) -> Grouped | None:
@@ -173,7 +175,9 @@ def last_parts(graph: Graph) -> list[Node]:
 
 def _split_source(node: Node) -> Node | None:
     """The rows whose parts `node` multiplies and concatenates, whether or not all of it can be read."""
-    parts = node.args[0] if is_op(node, "cat", "concat") and arg(node, "dim") == 0 else None
+    if not is_op(node, "cat", "concat") or arg(node, "dim") != 0:
+        return None
+    parts = node.args[0]
     first = strip_views_casts(parts[0]) if isinstance(parts, (list, tuple)) and parts else None  # type: ignore[arg-type]
     for step in [first, *(first.args[:2] if is_op(first, "add", "add_") else ())]:  # type: ignore[union-attr]
         product = strip_views_casts(step) if isinstance(step, Node) else None

@@ -2,6 +2,8 @@
 
 What the loops share, whatever picks the tokens (a one-hot mask, a comparison of the ids):
     t, j = where(mask of expert e);  y[t] += w[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t]))      e = 0 .. E-1
+With one expert a token the masks may be [T], there is no j, and rows may be written instead of added: no two experts
+have a row in common.
 Every step looks only at the users of an expert's own index nodes, so the work is linear in E.
 """
 
@@ -30,11 +32,13 @@ from moe_compiler.passes.formulations.picks import Pick
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
+    elements_of,
     is_index_cast,
     is_op,
     is_zeros,
     require,
     same_shape,
+    same_value,
     shape_of,
     strip_casts,
     strip_ids,
@@ -102,7 +106,7 @@ def _check_place(b: Bindings, pick: Pick) -> None:
             if "once" not in b.roles:  # the same answer for every expert
                 _check_once(b, node)
                 b.bind(once=True)
-            pick.rows = _increment(pick)
+            pick.rows = _increment(b, pick)
     require(place, f"expert {pick.expert} adds its rows at another place than its tokens", node)
 
 
@@ -113,7 +117,7 @@ def _is_token(pick: Pick, index: object, of: Node | None = None) -> bool:
 
 
 def _is_choice(pick: Pick, index: object) -> bool:
-    return isinstance(index, Node) and strip_ids(index) is strip_ids(pick.choice)
+    return isinstance(index, Node) and pick.choice is not None and strip_ids(index) is strip_ids(pick.choice)
 
 
 def _check_once(b: Bindings, node: Node) -> None:
@@ -126,19 +130,26 @@ def _check_once(b: Bindings, node: Node) -> None:
     )
 
 
-def _increment(pick: Pick) -> Node:
-    """v in y[t] = y[t] + v: right without accumulation, since a token picks an expert at most once."""
+def _increment(b: Bindings, pick: Pick) -> Node:
+    """v in y[t] = y[t] + v: right without accumulation, since a token picks an expert at most once.
+
+    With one expert a token also in y[t] = v: there is one row a token, and the others stay zero.
+    """
     node = pick.adds
     assert node is not None
-    value = strip_casts(node.args[2])
-    require(is_op(value, "add", "add_"), f"expert {pick.expert} replaces rows instead of adding to them", node)
-    require(arg(value, "alpha") == 1, f"expert {pick.expert} scales its rows", value)
-    for old, new in (value.args[:2], value.args[1::-1]):
+    written = node.args[2]
+    value = strip_casts(written)  # type: ignore[arg-type]
+    adds = is_op(value, "add", "add_")
+    for old, new in (value.args[:2], value.args[1::-1]) if adds else ():
         read = strip_casts(old) if isinstance(old, Node) else None
         if is_op(read, "index") and read.args[0] is node.args[0]:
             indices = read.args[1]
             if len(indices) == 1 and _is_token(pick, indices[0]) and isinstance(new, Node):
+                require(arg(value, "alpha") == 1, f"expert {pick.expert} scales its rows", value)
                 return new
+    if b.pairs[-1] == 1:
+        return written  # type: ignore[return-value]
+    require(adds, f"expert {pick.expert} replaces rows instead of adding to them", node)
     raise Miss(f"expert {pick.expert} adds to other rows than it writes", value)
 
 
@@ -210,7 +221,11 @@ def _is_identity(pick: Pick) -> bool:
 
 
 def _only(nodes: list[Node], reason: str, where: Node) -> Node:
-    require(len(nodes) == 1, reason, where)
+    require(bool(nodes), reason, where)
+    if len(nodes) > 1 and all(same_value(node, nodes[0]) for node in nodes):
+        made = f"{op_name(nodes[0])} computes the same anew for each expert"
+        raise Miss(made, nodes[1], "compute what all experts share once, ahead of the loop")
+    require(len(nodes) == 1, reason, nodes[-1], "let all experts read the same tokens and routing weights")
     return nodes[0]
 
 
@@ -234,16 +249,18 @@ def _pair_weights(b: Bindings, pick: Pick, column: Node) -> Node | None:
     """The weights [T, K] of which `column` [n, 1] holds those of an expert's own pairs; None for no gather."""
     index = strip_views_casts(column)
     indices = [item for item in index.args[1] if item is not None] if is_op(index, "index") else []
-    if len(indices) != 2:
+    gathered = rows_at(index) if pick.choice is None else None
+    if gathered is not None and elements_of(shape_of(index)) == shape_of(index)[0]:
+        indices, source = [gathered[1]], gathered[0]
+    elif len(indices) == 2:
+        source = index.args[0]  # type: ignore[assignment]
+    else:
         return None
-    require(
-        _is_token(pick, indices[0]) and _is_choice(pick, indices[1]),
-        f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked",
-        index,
-    )
+    own = _is_token(pick, indices[0]) and (len(indices) == 1 or _is_choice(pick, indices[1]))
+    require(own, f"the routing weights of expert {pick.expert} are not w[t, j] of the pairs that it picked", index)
     full = shape_of(column)
     require(len(full) == 2 and full[1] == 1, "the routing weight is not one number a row", column)
-    return match_weights(index.args[0], b.pairs, index)
+    return match_weights(source, b.pairs, index)
 
 
 def compute(b: Bindings) -> None:
@@ -340,7 +357,7 @@ def _tokens(b: Bindings, pick: Pick, product: Product) -> tuple[Node, Node | Non
         rows = strip_views_casts(value)
     source, index = _gathered(pick, rows)
     require(_is_token(pick, index), f"expert {pick.expert} reads other tokens than it picked", rows)
-    return token_rows(source, b.tokens, rows), weight
+    return token_rows(source, b.pairs[0], rows), weight
 
 
 def _gathered(pick: Pick, rows: Node) -> tuple[Node, Node]:
@@ -379,7 +396,7 @@ def finish(b: Bindings, formulation: str) -> Match:
         x_TH=b.x,
         ids_TK=b.ids,
         weights_scale=b.scale,
-        one_each=b.roles.get("one_each", False),
+        one_each=b.one_each,
         chosen_TKE=b.roles.get("chosen"),
         weights_TK=b.weights,
         gate=gate,

@@ -41,9 +41,9 @@ def stored(product: Product) -> tuple[Node, bool]:
 
 
 def _slice_of(node: Node) -> tuple[Node, int] | None:
-    """(packed, e) when `node` is packed[e]."""
+    """(packed, e) when `node` is packed[e], or packed.to(dtype)[e] with a cast of its own."""
     if is_op(node, "select") and node.args[1] == 0:
-        return node.args[0], node.args[2]
+        return strip_casts(node.args[0]), node.args[2]
     if op_name(node) == "getitem" and item_of(node, node.args[1], "unbind") is not None:
         unbind = node.args[0]
         return (unbind.args[0], node.args[1]) if arg(unbind, "dim") == 0 else None

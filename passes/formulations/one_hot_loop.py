@@ -4,8 +4,9 @@
     y.index_add_(0, t, expert_e(x[None, t].reshape(-1, H)) * w[t, j, None])
 
 The masks may be permuted in any way, or be comparisons of the ids with all of 0 .. E-1 at once. All experts must be
-there. A capacity may drop choices before the loop, by whatever rule: one_hot(ids, E) * kept (Switch). The map that is
-left is an operand of the block: what it does not hold gets the id of no expert.
+there. Ids of one expert a token may have any shape, and masks [T, E]. A capacity may drop choices before the loop, by
+whatever rule: one_hot(ids, E) * kept (Switch). The map that is left is an operand of the block: what it does not hold
+gets the id of no expert.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.matrices import are_all
 from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding, is_kept_part
 from moe_compiler.passes.formulations.pairs import in_range, match_choice
-from moe_compiler.passes.formulations.picks import Pick, complete, picks_of_mask, reordered
+from moe_compiler.passes.formulations.picks import Pick, complete, match_one_each, picks_of_mask, reordered
 from moe_compiler.passes.formulations.walk import (
     dtype_of,
     elements_of,
@@ -43,20 +44,26 @@ def anchors(graph: Graph) -> list[Node]:
 def masks(b: Bindings) -> None:
     """The one-hot encoding of the ids, or what a rule leaves of it; one mask an expert, and where it is set."""
     source, experts = encoded_ids(b.anchor)
+    require(shape_of(source) != (), "the one-hot encoding is of one number", b.anchor)
     found = _map(b.anchor, source)
     require(found is not None, "no expert picks its tokens from this one-hot encoding", b.anchor)
     assert found is not None
     chosen, dropped, picks = found
-    *_, k, _ = shape_of(chosen)
-    tokens = elements_of(shape_of(chosen)[:-2])
-    one_each = shape_of(source)[-1:] != (k,) or len(shape_of(source)) == 1
-    ids = strip_ids(source) if one_each else match_choice(source)
+    tokens, *choices, _ = shape_of(chosen)
+    k = choices[0] if choices else sympy.Integer(1)
+    one_each = not choices or len(shape_of(source)) == 1 or shape_of(source)[-1] != k
+    if not choices:
+        ids = match_one_each(source, b.anchor)
+    elif one_each:
+        ids = strip_ids(source)
+    else:
+        ids = match_choice(source)
     require(not dtype_of(ids).is_floating_point, "the experts are chosen by numbers that are no integers", ids)
     # A class more than there are experts is for ids that stand for none: nobody picks it.
     spare = {pick.expert for pick in picks} == set(range(experts - 1)) and not _all_chosen(ids, experts)
     experts -= spare
     b.bind(spare=spare, running=experts, one_each=one_each, chosen=chosen if dropped else None)
-    b.bind(ids=ids, experts=experts, tokens=tokens, pairs=(tokens, k))
+    b.bind(ids=ids, experts=experts, pairs=(tokens, k))
     b.bind(picks=complete(picks, experts, b.anchor))
 
 
@@ -64,15 +71,18 @@ def _map(encoding: Node, source: Node) -> tuple[Node, bool, list[Pick]] | None:
     """(the map [T, K, E] that experts pick from, was a part of the choices dropped, the picks); None without picks.
 
     It is the encoding of [T, K] ids, a view with one dimension for all tokens, and one for the choices of a token where
-    the ids have none (an argmax); or the product of these with a map of what is kept: a capacity.
+    the ids have none (an argmax), or none for one expert a token: [T, E]; or the product of these with a map of what is
+    kept: a capacity.
     """
-    size, k = elements_of(shape_of(source)), shape_of(source)[-1]
-    shapes = [(size / k, k), (size, sympy.Integer(1))] if k.is_Integer and k != 0 else [(size, sympy.Integer(1))]
+    size, (*lead, k) = elements_of(shape_of(source)), shape_of(source)
+    letters = {(size,): "te", (size, sympy.Integer(1)): "tke"}
+    if lead and k.is_Integer and k != 0:
+        letters[size / k, k] = "tke"
     pending, seen = [(encoding, False)], {encoding}
     while pending:
         node, dropped = pending.pop(0)
-        if len(shape_of(node)) == 3 and any(same_shape(shape_of(node)[:-1], shape) for shape in shapes):
-            picks = _picks(node, "tke")
+        for shape, names in letters.items():
+            picks = _picks(node, names) if same_shape(shape_of(node)[:-1], shape) else []
             if picks:
                 return node, dropped, picks
         for user in node.users:

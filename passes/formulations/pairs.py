@@ -37,6 +37,7 @@ __all__ = [
     "in_range",
     "is_counting",
     "is_pair_index",
+    "keeps_values_of",
     "match_choice",
     "match_ids",
     "match_pair_index",
@@ -100,7 +101,12 @@ def match_choice(index: Node) -> Node:
         column = matrix_behind(index, (*shape, sympy.Integer(1)), lambda n: view_or_cast(n) or is_index_cast(n))
         if column is not None:
             return column
-    require(len(shape) >= 2, "the ids are not a [T, K] choice of experts", index)
+    require(
+        len(shape) >= 2,
+        "the ids are not a [T, K] choice of experts",
+        index,
+        "choose in the same graph (topk, max or argmax over the scores), or hand the ids on as [T, 1]",
+    )
     require(not dtype_of(node).is_floating_point, "the experts are chosen by numbers that are no integers", node)
     require(shape[-1].is_Integer, "the number of experts a token is not a constant", node)
     found = pairs_matrix(index, elements_of(shape[:-1]), int(shape[-1]), lambda n: view_or_cast(n) or is_index_cast(n))
@@ -147,11 +153,27 @@ def in_range(ids: Node, experts: int, depth: int = 16) -> bool:
         return False
     if is_op(node, *_ZEROS):
         return True
+    if is_op(node, "one_hot"):
+        return experts > 1  # a mask that is taken for ids (NLLB)
     if is_op(node, "masked_fill"):
         return _filled_in_range(node, experts, depth)
     if op_name(node) == "getitem" and isinstance(source, Node) and is_op(source, *_KEEPS_VALUES):
         return (node.args[1] == 0 or not is_op(source, "sort", "mode")) and in_range(source, experts, depth - 1)
     return is_op(node, *_KEEPS_VALUES) and isinstance(source, Node) and in_range(source, experts, depth - 1)
+
+
+def keeps_values_of(node: Node, ids: Node, depth: int = 16) -> bool:
+    """Does `node` hold values of `ids` and no others: all or some of them, in any order?"""
+    node, base = strip_ids(node), strip_ids(ids)
+    if node is base:
+        return True
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if depth == 0 or not isinstance(source, Node):
+        return False
+    if op_name(node) == "getitem":
+        kept = is_op(source, *_KEEPS_VALUES) and (node.args[1] == 0 or not is_op(source, "sort", "mode"))
+        return kept and keeps_values_of(source.args[0], ids, depth - 1)  # type: ignore[arg-type]
+    return is_op(node, *_KEEPS_VALUES) and keeps_values_of(source, ids, depth - 1)
 
 
 def _filled_in_range(node: Node, experts: int, depth: int) -> bool:
@@ -203,14 +225,26 @@ def _is_last(dim: int, tensor: Node) -> bool:
 def match_weights(weight: Node, shape: Sequence[sympy.Expr], node: Node) -> Node:
     """The [T, k] routing weights behind the operand of a product; `node` is the product, for the reader.
 
-    shape: that of the ids, whose last dimension is k.
-
-    A cast that rounds them is not looked through: the operator takes weights of any floating dtype.
+    shape: (T, k), or that of the ids. With one expert a token they may be [T] where nothing on the way is [T, 1]. A
+    cast that rounds them is not looked through: the operator takes weights of any floating dtype.
     """
-    found = pairs_matrix(weight, elements_of(shape[:-1]), int(shape[-1]), view_or_widening)
+    found = _column_behind(weight, elements_of(shape)) if shape[-1] == 1 else None
+    if found is None:
+        found = pairs_matrix(weight, elements_of(shape[:-1]), int(shape[-1]), view_or_widening)
     require(found is not None, "the routing weights are not one number a (token, expert) pair", node)
     assert found is not None
     return nearest_source(found, view_or_widening)
+
+
+def _column_behind(node: Node, tokens: sympy.Expr) -> Node | None:
+    """The farthest node behind views and widening casts that is [T] or [T, 1]: of views that a loop writes anew."""
+    found = None
+    while True:
+        if same_shape(shape_of(node), (tokens,)) or same_shape(shape_of(node), (tokens, sympy.Integer(1))):
+            found = node
+        if not view_or_widening(node) or not isinstance(node.args[0], Node):
+            return found
+        node = node.args[0]
 
 
 def is_counting(node: Node) -> bool:

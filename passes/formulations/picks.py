@@ -1,6 +1,8 @@
 """What the experts of an unrolled loop pick: from the mask of one expert to the tokens and choices where it is set.
 
-    t, j = where(mask of expert e)                 nonzero and its columns, masks as numbers or truth values
+    t, j = where(mask [T, K] of expert e)          nonzero and its columns, masks as numbers or truth values
+    t, = where(mask [T] of expert e)               one expert a token: there is no choice to name
+    x[mask], y[mask] = v                           one expert a token: the mask itself is the index
 
 Every step looks only at the users of a mask, so the work is linear in E.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
@@ -22,22 +25,27 @@ from moe_compiler.passes.formulations.walk import (
     require,
     same_shape,
     shape_of,
+    strip_ids,
     swaps_last_two,
     view_or_cast,
 )
 
-__all__ = ["Pick", "complete", "feeds_where", "picks_of_mask", "reordered"]
+__all__ = ["Pick", "complete", "feeds_where", "match_one_each", "picks_of_mask", "reordered"]
 
 _WHERE = ("where", "nonzero_numpy")
+_BOTH = "take both from where(ids == e), and the routing weights at both: weights[token, choice]"
 
 
 @dataclass
 class Pick:
-    """What expert `expert` picks: `token` and `choice` index [T, K]. The rest is bound by the steps."""
+    """What expert `expert` picks: `token` and `choice` index [T, K]. The rest is bound by the steps.
+
+    choice is None where masks are [T], one expert a token; token may then be the mask itself, as truth values.
+    """
 
     expert: int
     token: Node
-    choice: Node
+    choice: Node | None
     mask: Node
     adds: Node | None = None
     rows: Node | None = None
@@ -70,21 +78,39 @@ def reordered(node: Node, letters: str) -> str | None:
 
 
 def picks_of_mask(expert: int, mask: Node, letters: str) -> list[Pick]:
-    """The index nodes (token, choice) that `where` makes of the mask of one expert; `letters` is "tk" or "kt"."""
+    """The index nodes (token, choice) that `where` makes of the mask of one expert; `letters` is "tk", "kt" or "t"."""
     masks, found = [mask], []
     while masks:
         node = masks.pop()
         for user in node.users:
-            order = reordered(user, letters) if len(shape_of(user)) == 2 else None
+            order = reordered(user, letters) if len(shape_of(user)) == len(letters) == 2 else None
             if order is not None:
                 found += picks_of_mask(expert, user, order)
+            elif _drops_choice(user, node, letters):
+                found += picks_of_mask(expert, user, "t")
             elif _is_truth(user) or _is_same(user, node):
                 masks.append(user)
             elif is_op(user, *_WHERE) and len(user.args) == 1:
-                found += _pick(expert, mask, [_item(user, i) for i in (0, 1)], letters)
+                found += _pick(expert, mask, [_item(user, i) for i in range(len(letters))], letters)
             elif is_op(user, "nonzero"):
-                found += _pick(expert, mask, _columns(user), letters)
+                found += _pick(expert, mask, _columns(user, len(letters)), letters)
+        if letters == "t" and any(_indexes_by(user, node) for user in node.users):
+            found.append(Pick(expert, node, None, mask))
     return found
+
+
+def _drops_choice(user: Node, mask: Node, letters: str) -> bool:
+    """A view [T] of a mask [T, 1]."""
+    shape = shape_of(mask)
+    one = len(letters) == 2 and shape[letters.index("k")] == 1 and len(shape_of(user)) == 1
+    return one and (view_or_cast(user) or (is_op(user, "select") and letters[user.args[1]] == "k"))  # type: ignore[index]
+
+
+def _indexes_by(user: Node, mask: Node) -> bool:
+    """Is `mask` [T], of truth values, the one index of `user`?"""
+    if not is_op(user, "index", "index_put", "index_put_") or mask.meta["val"].dtype != torch.bool:
+        return False
+    return len(user.args[1]) == 1 and user.args[1][0] is mask  # type: ignore[arg-type, index]
 
 
 def _is_same(node: Node, source: Node) -> bool:
@@ -103,28 +129,46 @@ def _item(node: Node, index: int) -> Node | None:
     return next((user for user in node.users if op_name(user) == "getitem" and user.args[1] == index), None)
 
 
-def _columns(nonzero: Node) -> list[Node | None]:
-    """The two columns of nonzero(mask) [N, 2]."""
+def _columns(nonzero: Node, count: int) -> list[Node | None]:
+    """The columns of nonzero(mask) [N, 2], or [N, 1]."""
     for user in nonzero.users:
         if is_op(user, "unbind") and arg(user, "dim") in (1, -1):
-            return [_item(user, i) for i in (0, 1)]
-    columns: list[Node | None] = [None, None]
+            return [_item(user, i) for i in range(count)]
+    columns: list[Node | None] = [None] * count
     for user in nonzero.users:
+        if count == 1 and view_or_cast(user) and len(shape_of(user)) == 1:
+            return [user]
         if is_op(user, "select") and user.args[1] in (1, -1):
             columns[user.args[2]] = user  # type: ignore[call-overload]
         elif is_op(user, "slice") and user.args[1] in (1, -1) and shape_of(user)[1] == 1:
             for squeezed in user.users:
-                if is_op(squeezed, "squeeze") and len(shape_of(squeezed)) == 1 and user.args[2] in (0, 1):
+                if is_op(squeezed, "squeeze") and len(shape_of(squeezed)) == 1 and user.args[2] in range(count):
                     columns[user.args[2]] = squeezed  # type: ignore[call-overload]
     return columns
 
 
 def _pick(expert: int, mask: Node, items: list[Node | None], letters: str) -> list[Pick]:
     by_letter = dict(zip(letters, items, strict=True))
-    token, choice = by_letter["t"], by_letter["k"]
-    if token is None or choice is None:
-        raise Miss(f"the mask of expert {expert} does not give both the token and the choice", mask)
+    token, choice = by_letter["t"], by_letter.get("k")
+    if token is None or (choice is None and "k" in letters):
+        raise Miss(f"the mask of expert {expert} does not give both the token and the choice", mask, _BOTH)
     return [Pick(expert, token, choice, mask)]
+
+
+def match_one_each(index: Node, where: Node) -> Node:
+    """The ids behind `index` [T], of which masks [T] are made: one expert a token, in any shape.
+
+    Masks of flattened ids [T * K] are of pairs, which is a Miss.
+    """
+    ids = strip_ids(index)
+    *lead, k = shape_of(ids)
+    require(
+        not lead or k == 1,
+        f"the masks are of {k} flattened ids a token, so that they pick pairs and not tokens",
+        where,
+        "compare the ids as they are, [T, K], and take token and choice from where(ids == e)",
+    )
+    return ids
 
 
 def complete(picks: Iterable[Pick], experts: int, anchor: Node) -> list[Pick]:
@@ -147,13 +191,13 @@ def complete(picks: Iterable[Pick], experts: int, anchor: Node) -> list[Pick]:
 
 
 def feeds_where(mask: Node) -> bool:
-    """Does a mask, or a plain rewriting of it, go into `where` or `nonzero`?"""
+    """Does a mask, or a plain rewriting of it, go into `where` or `nonzero`, or is it an index itself?"""
     pending = [mask]
     while pending:
         node = pending.pop()
         for user in node.users:
-            if is_op(user, *_WHERE, "nonzero"):
+            if is_op(user, *_WHERE, "nonzero") or _indexes_by(user, node):
                 return True
-            if _is_truth(user) or is_cast(user) or _is_same(user, node):
+            if _is_truth(user) or is_cast(user) or _is_same(user, node) or _drops_choice(user, node, "tk"):
                 pending.append(user)
     return False

@@ -21,6 +21,7 @@ from moe_compiler.passes.formulations.sorted_weights import scaled, sorted_weigh
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
+    is_fresh,
     is_op,
     is_zeros,
     item_of,
@@ -180,7 +181,7 @@ def _written_at(node: Node) -> Node | None:
         index = row_index(index, node) if dim == 0 and not reduces and isinstance(index, Node) else None
     else:
         return None
-    new = is_op(base, "empty_like", "empty", "new_empty") or is_zeros(base)
+    new = is_fresh(base)
     return index if new and isinstance(index, Node) else None
 
 

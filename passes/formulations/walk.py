@@ -7,6 +7,7 @@ calls `require`, which raises Miss with the reader's sentence when the fact does
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -14,16 +15,18 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.aliasing import alias_root, aliases_argument, has_effect, mutated_arguments
-from moe_compiler.moe_ir import Miss, op_name, size_expr
+from moe_compiler.moe_ir import Miss, name_of, op_name, size_expr
 
 __all__ = [
     "arg",
+    "aten_name",
     "contains",
     "dtype_of",
     "elements_of",
     "filled_with",
     "folded",
     "is_cast",
+    "is_fresh",
     "is_index_cast",
     "is_op",
     "is_written",
@@ -34,6 +37,7 @@ __all__ = [
     "number",
     "only_user",
     "producer",
+    "rank_of",
     "read_by",
     "reads_only_shape",
     "require",
@@ -67,6 +71,7 @@ _COPIES = frozenset({"clone", "contiguous", "reshape", "reshape_as", "flatten"})
 _NEW_VALUES = (
     "empty",
     "empty_like",
+    "empty_permuted",
     "new_empty",
     "rand",
     "rand_like",
@@ -103,14 +108,20 @@ def require(holds: object, reason: str, node: Node | None = None, hint: str = ""
         raise Miss(reason, node, hint)
 
 
+@lru_cache(maxsize=4096)
+def _aten_name_of(target: Any) -> str:
+    return name_of(target) if getattr(target, "namespace", "") == "aten" else ""
+
+
+def aten_name(node: object) -> str:
+    """The name of the ATen operator that this node calls, without its overload; "" when it calls none."""
+    return _aten_name_of(node.target) if isinstance(node, Node) and node.op == "call_function" else ""
+
+
 def is_op(node: object, *names: str) -> bool:
     """Is this a call of an ATen operator (any overload) with one of these names?"""
-    return (
-        isinstance(node, Node)
-        and node.op == "call_function"
-        and getattr(node.target, "namespace", "") == "aten"
-        and op_name(node) in names
-    )
+    # Asked some fifty times about every node: what `aten_name` would answer, without calling it.
+    return isinstance(node, Node) and node.op == "call_function" and _aten_name_of(node.target) in names
 
 
 def arg(node: Node, name: str) -> Any:
@@ -130,6 +141,12 @@ def shape_of(node: Node) -> tuple[sympy.Expr, ...]:
     """The sizes of a node's tensor as sympy expressions; () when it is not a tensor."""
     value = node.meta.get("val")
     return tuple(size_expr(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def rank_of(node: Node) -> int:
+    """The number of dimensions of a node's tensor; 0 when it is not a tensor."""
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
 def dtype_of(node: Node) -> torch.dtype:
@@ -195,6 +212,11 @@ def is_zeros(node: object) -> bool:
     if is_op(node, "full", "full_like", "new_full"):
         return arg(node, "fill_value") == 0
     return is_op(node, "zeros", "zeros_like", "new_zeros")
+
+
+def is_fresh(node: object) -> bool:
+    """New memory for values that are all written later; torch.export writes empty_like as empty_permuted."""
+    return is_op(node, "empty_like", "empty", "new_empty", "empty_permuted") or is_zeros(node)
 
 
 def filled_with(value: object) -> float | None:

@@ -3,10 +3,12 @@
     for e in range(E): t, j = where(ids == e); y[t] += w[t, j, None] * expert_e(x[t])
 
 The addition may be an index_add, an index_put that accumulates, or one that does not: a token picks an expert once.
+Ids of one expert a token may be [T]; the comparison itself may then be the index, y[ids == e] = ...
 """
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -15,8 +17,8 @@ from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.one_hot_loop import Expert
 from moe_compiler.passes.formulations.pairs import match_choice
-from moe_compiler.passes.formulations.picks import complete, feeds_where, picks_of_mask
-from moe_compiler.passes.formulations.walk import arg, elements_of, is_op, item_of, require, shape_of, strip_ids
+from moe_compiler.passes.formulations.picks import complete, feeds_where, match_one_each, picks_of_mask
+from moe_compiler.passes.formulations.walk import arg, is_op, item_of, require, shape_of, strip_ids
 
 __all__ = ["WHERE_LOOP"]
 
@@ -32,12 +34,12 @@ def _compared(node: Node) -> dict[Node, int]:
 
 
 def anchors(graph: Graph) -> list[Node]:
-    """Matrices of integers that are compared with at least two constants."""
+    """Lists and matrices of integers that are compared with at least two constants."""
     found = []
     for node in graph.nodes:
         value = node.meta.get("val")
         integers = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
-        if integers and value.dim() == 2 and len(_compared(node)) > 1:
+        if integers and value.dim() in (1, 2) and len(_compared(node)) > 1:
             found.append(node)
     return found
 
@@ -52,10 +54,11 @@ def comparisons(b: Bindings) -> None:
         width = shape_of(topk.args[0])[arg(topk, "dim")]
         require(width.is_Integer, "the number of experts is not a constant", topk)
         experts = int(width)
-    ids = match_choice(b.anchor)
-    picks = [pick for mask, expert in compared.items() for pick in picks_of_mask(expert, mask, "tk")]
-    tokens = elements_of(shape_of(ids)[:-1])
-    b.bind(ids=ids, experts=experts, tokens=tokens, pairs=(tokens, shape_of(ids)[-1]))
+    tokens, *choices = shape_of(b.anchor)
+    picks = [p for mask, expert in compared.items() for p in picks_of_mask(expert, mask, "tk" if choices else "t")]
+    ids = match_choice(b.anchor) if choices else match_one_each(b.anchor, b.anchor)
+    pairs = (tokens, choices[0] if choices else sympy.Integer(1))
+    b.bind(ids=ids, experts=experts, one_each=not choices, pairs=pairs)
     b.bind(picks=complete(picks, experts, b.anchor))
 
 

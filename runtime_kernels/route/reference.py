@@ -5,7 +5,8 @@
     choice           scores + bias (when there is one), in the dtype that the two promote to
     groups           neighbouring experts in `groups` groups of equal size, each scored by the sum of its `group_top`
                      largest entries of the choice; outside of the `kept_groups` best the choice is `fill`
-    ids              top-k of the choice; values = scores at ids: neither bias nor fill is in the weights
+    ids              top-k of the choice, and for k = 1 the first of equals, as argmax takes it and the device's kernel;
+                     values = scores at ids: neither bias nor fill is in the weights
     order "after"    values = score(values) over the k, in score_dtype
 then, in fp32 or wider: values / (sum + eps) if renormalize, / max(sum, eps) if clamp too, * scale, * expert_scale at
 ids (when there is one), and one rounding to dtype. The choice is never differentiated: the bias gets no gradient.
@@ -98,7 +99,8 @@ def route(
     choice = scores if bias is None else scores + bias
     if groups > 1:
         choice = _limited(choice, groups, kept_groups, group_top, fill)
-    values, ids = torch.topk(choice, k, dim=-1)
+    # Of equals topk takes any; an argmax, which a router of one expert may be, takes the first.
+    values, ids = choice.max(dim=-1, keepdim=True) if k == 1 else torch.topk(choice, k, dim=-1)
     if choice is not scores:
         values = scores.gather(-1, ids)
     if order == "after":

@@ -203,8 +203,9 @@ def test_a_training_step_of_a_decoder_and_generation_with_a_static_cache():
 
 
 @pytest.mark.parametrize("name", [graph_pass.name for _, graph_pass in PIPELINE] + ["grouped_mm"])
-def test_without_any_one_pass_the_result_is_right(name):
+def test_without_any_one_pass_the_result_is_right_and_the_report_says_so(name):
     block = qwen3_block()
+    before = last_reports()
     x = torch.randn(1, 7, 32, requires_grad=True)
     ours = compiled(block, options={"disable": [name]})
     out, eager = ours(x), block(x)
@@ -212,6 +213,27 @@ def test_without_any_one_pass_the_result_is_right(name):
     torch.testing.assert_close(out, eager)
     for mine, theirs in zip(gradients(block, out, x, grad), gradients(block, eager, x, grad), strict=True):
         torch.testing.assert_close(mine, theirs)
+    (report,) = new_reports(before)
+    assert f'{name} is disabled by options["disable"]' in str(report)
+    assert "no top-k" not in str(report)
+
+
+def test_a_block_that_matched_without_the_pass_that_raises_it_is_left_alone_for_that_reason(monkeypatch):
+    monkeypatch.setenv("MOEPDL_DISABLE", "raise_moe")
+    before, x = last_reports(), torch.randn(1, 7, 32)
+    compiled(qwen3_block())(x)
+    (report,) = new_reports(before)
+    (match,) = report.matches
+    assert match.left_alone == "raise_moe is disabled by MOEPDL_DISABLE" and report.status == "unchanged"
+    assert "1 block matched, 1 left alone" in report.summary()
+
+
+@pytest.mark.parametrize("name", ["find_moe", "raise_moe"])
+def test_a_match_that_is_required_and_disabled_is_an_error_that_says_so(name):
+    x = torch.randn(1, 7, 32)
+    with pytest.raises(Exception, match=f'try: leave {name} out of options."disable"') as caught:
+        compiled(qwen3_block(), options={"disable": [name], "require_match": True})(x)
+    assert f'{name} is disabled by options["disable"]' in str(caught.value)
 
 
 def test_a_graph_without_moe_is_unchanged_and_says_so():

@@ -94,8 +94,9 @@ def test_what_cannot_be_retraced_is_an_error_with_a_reason():
     with module.graph.inserting_after(placeholder):
         attribute = module.graph.get_attr("extra")
     module.graph.output_node().args = (attribute,)
-    with pytest.raises(CaptureError, match="reads the tensor attribute 'extra'"):
+    with pytest.raises(CaptureError, match="reads the tensor attribute 'extra'") as caught:
         capture(module, [torch.ones(2)])
+    assert caught.value.why and caught.value.try_
 
 
 def test_inside_of_an_autocast_region_values_have_the_dtypes_that_eager_gives():
@@ -118,3 +119,52 @@ def test_inside_of_an_autocast_region_values_have_the_dtypes_that_eager_gives():
         ]
 
     assert switches(traced) == switches(dynamo) and len(switches(traced)) == 2
+
+
+def cut_by_hand(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Aria in transformers 4: each expert's rows are a slice between two cumulated counts."""
+    ends = torch.cat([torch.zeros(1, dtype=torch.long), torch.cumsum(counts, 0)])
+    result = torch.zeros(rows.shape[0], weights.shape[-1])
+    for e in range(weights.shape[0]):
+        result[ends[e] : ends[e + 1]] = rows[ends[e] : ends[e + 1]] @ weights[e]
+    return result
+
+
+def test_slices_cut_by_hand_are_not_captured_in_training_and_the_note_says_where_and_what_helps():
+    from moe_compiler.backend import last_reports, moepdl
+
+    rows, weights = torch.randn(6, 4), torch.randn(3, 4, 2, requires_grad=True)
+    counts = torch.tensor([2, 0, 4])
+    out = torch.compile(cut_by_hand, backend=moepdl, fullgraph=True, options={"remainder": "eager"})(
+        rows, weights, counts
+    )
+    torch.testing.assert_close(out, cut_by_hand(rows, weights, counts))
+    (note,) = last_reports()[-1].notes
+    assert "test_capture.py:" in note and "result[ends[e] : ends[e + 1]] =" in note
+    assert "try: cut rows whose number comes from the data with torch.split" in note
+
+
+def test_whatever_fails_in_the_retrace_is_an_error_at_the_users_line():
+    @torch.library.custom_op("test_capture::fails_when_traced_again", mutates_args=())
+    def operator(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @operator.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    def backend(module, example_inputs):
+        @operator.register_fake
+        def _(x):
+            raise TypeError("only once")
+
+        with pytest.raises(CaptureError, match="only once") as caught:
+            capture(module, example_inputs)
+        assert "test_capture.py:" in caught.value.where and "return operator(x)" in caught.value.where
+        assert caught.value.try_.startswith("the graph goes to Inductor unchanged")
+        return module
+
+    def function(x):
+        return operator(x)
+
+    torch.compile(function, backend=backend)(torch.randn(3))

@@ -96,6 +96,18 @@ def test_unknown_name_in_disable_names_the_nearest():
     assert text.endswith("try: raise_moe")
 
 
+def test_a_far_off_name_is_answered_with_the_names_there_are_and_no_guess():
+    for options, names in (
+        ({"speed": "max"}, "the keys are pdl, overlap"),
+        ({"disable": ["dispatcher"]}, "the names are chain_pdl, find_moe, grouped_mm, raise_moe"),
+        ({"mode": "quickest"}, "reduce-overhead, max-autotune-no-cudagraphs"),
+    ):
+        lines = refused(options).splitlines()
+        assert names in lines[1]
+        assert lines[2] == "  try: one of these names"
+    assert refused({"inductor": {"nope": 1}}).endswith("try: print(torch._inductor.list_options())")
+
+
 def test_a_slip_in_a_variable_is_an_error_and_a_foreign_variable_is_not():
     assert refused(MOEPDL_VERIFI="off").endswith("try: verify")
     assert made(MOEPDL_VERBOSE="1", MOEPDL_VENV="/tmp/venv") == Options()
@@ -150,7 +162,12 @@ def test_bad_environment_text_names_the_variable():
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("nope", ""), ("max_autotun", "max_autotune"), ("cudagraphs", "triton.cudagraphs"), ("debgu", "debug")],
+    [
+        ("nope", "print(torch._inductor.list_options())"),
+        ("max_autotun", "max_autotune"),
+        ("cudagraphs", "triton.cudagraphs"),
+        ("debgu", "debug"),
+    ],
 )
 def test_inductors_keys_are_checked(name, nearest):
     lines = refused({"inductor": {name: 1}}).splitlines()

@@ -17,6 +17,22 @@ def test_fake_mode_of_and_fakeify():
     assert torch_private.fakeify(mode, 7) == 7
 
 
+def test_uncached_fakes_neither_asks_nor_fills_the_cache_of_results():
+    mode = torch_private.fake_mode_of([])
+    x = torch_private.fakeify(mode, torch.ones(2, 3))
+
+    def looked_up():
+        before = mode.cache_info()
+        torch.cat([x, x])
+        after = mode.cache_info()
+        return (after.hits + after.misses) - (before.hits + before.misses)
+
+    with torch_private.uncached_fakes(mode):
+        assert looked_up() == 0
+    with mode:
+        assert looked_up() > 0
+
+
 def test_make_fx_pre_dispatch_keeps_composite_operators():
     mode = torch_private.fake_mode_of([])
     x, w = (torch_private.fakeify(mode, torch.ones(2, 2)) for _ in range(2))

@@ -709,7 +709,13 @@ DAMAGED: tuple[Damaged, ...] = (
     Damaged(
         "one_hot_loop", "twice", lambda b, x, l: _one_hot(b, x, l, experts=(0, 1, 2, 3, 1)), "masks", "expert 1 picks"
     ),
-    Damaged("one_hot_loop", "extra_class", lambda b, x, l: _one_hot(b, x, l, classes=E + 1), "masks", "expert 4 of 5"),
+    Damaged(
+        "one_hot_loop",
+        "extra_class",
+        lambda b, x, l: _one_hot(b, x, torch.cat([l, l[:, :1] + 1], -1), classes=E + 1),
+        "masks",
+        "expert 4 of 5",
+    ),
     Damaged(
         "one_hot_loop",
         "from_x",

@@ -254,3 +254,64 @@ def test_a_maximum_that_chooses_no_expert_stays(function):
     x = torch.randn(5, 4)
     module, report = run_passes(lambda x: function(x) + 1, ["canonicalize"], x)
     assert report.passes[0].rewrites == 0 and "squeeze" not in str(module.graph)
+
+
+def casts(module) -> int:
+    return sum(str(node.target).startswith(("aten.to.", "aten._to_copy")) for node in module.graph.nodes)
+
+
+def test_equal_casts_of_a_tensor_are_one():
+    def before(x: Tensor) -> Tensor:
+        return sum(torch.relu(x.to(torch.bfloat16)[i]) for i in range(3))
+
+    assert casts(after(before, torch.randn(3, 4))) == 1
+
+
+def test_casts_that_are_not_the_same_stay():
+    def written_between(x: Tensor) -> Tensor:
+        y = x * 2
+        first = torch.relu(y.to(torch.bfloat16))
+        y[0] = 1
+        return first + torch.relu(y.to(torch.bfloat16))
+
+    def written_itself(x: Tensor) -> Tensor:
+        one, other = x.to(torch.bfloat16), x.to(torch.bfloat16)
+        one[0] = 1
+        return one + other
+
+    def of_another_grad_mode(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            one = torch.relu(x.to(torch.bfloat16))
+        return one + torch.relu(x.to(torch.bfloat16))
+
+    def to_another_dtype(x: Tensor) -> Tensor:
+        return torch.relu(x.to(torch.bfloat16)).float() + torch.relu(x.to(torch.float16)).float()
+
+    def returned(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.to(torch.bfloat16), x.to(torch.bfloat16)
+
+    for before in (written_between, written_itself, of_another_grad_mode, to_another_dtype, returned):
+        x = torch.randn(3, 4)
+        graph = capture_graph(before, x)
+        assert casts(graph) == casts(run_passes(graph, ["canonicalize"])[0]) > 1, before.__name__
+
+
+def test_the_slices_that_an_unbind_was_written_out_as_are_selects():
+    def before(x: Tensor) -> Tensor:
+        return torch.relu(x[0:1].squeeze(0)) + torch.sin(x[1:2].squeeze(0)) + torch.cos(x[2:3].squeeze(0))
+
+    def expected(x: Tensor) -> Tensor:
+        return torch.relu(x[0]) + torch.sin(x[1]) + torch.cos(x[2])
+
+    assert_same_graph(after(before, torch.randn(3, 4)), expected)
+
+
+def test_slices_that_are_no_unbind_stay():
+    def before(x: Tensor) -> Tensor:
+        column = torch.relu(x[:, 1:2].squeeze(1))  # one alone
+        kept = x[0:1].squeeze(1) + x[1:2].squeeze(1)  # another dimension than that of the slices
+        return column.sum() + kept.sum()
+
+    graph = capture_graph(before, torch.randn(2, 4))
+    kept = run_passes(graph, ["canonicalize"])[0]
+    assert canonical_text(kept) == canonical_text(graph)

@@ -102,6 +102,53 @@ def test_an_argmax_with_a_capacity_is_one_block(route, dtype, dynamic, training)
     assert match.router == "R3 softmax, top-k"
 
 
+class Written(Loop):
+    """Masks [T], which are indices themselves: rows are written, since no other expert has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, weights = self.route(self, x)
+        flat, weights = x.reshape(-1, H), weights.reshape(-1, 1)
+        masks = chosen.reshape(-1, E).bool()
+        out = torch.zeros_like(flat)
+        for expert in range(E):
+            mask = masks[:, expert]
+            out[mask] = self.rows(expert, flat[mask], weights[mask]).to(out.dtype)
+        return out.reshape(x.shape)
+
+
+@pytest.mark.parametrize("route", [switch, in_floats, as_truth, without_capacity])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_masks_without_a_dimension_for_the_choice_are_one_block(route, dynamic, training):
+    module = Written(route)
+    report = raised_agrees(
+        module, torch.randn(B, S, H), compiled=compiled(module, dynamic), training=training, repeats=6
+    )
+    (match,) = report.matches
+    assert match.formulation == "one_hot_loop" and match.sizes["k"] == "1"
+    assert ("drops" in match.attributes) == (route is not without_capacity)
+
+
+@pytest.mark.parametrize("loop", [Loop, Written])
+@pytest.mark.parametrize("route", [switch, without_capacity])
+def test_of_equal_scores_the_block_chooses_the_expert_that_the_argmax_does(route, loop):
+    """Switch in bf16: with scores of 8 bits, and inputs of which many agree, some tokens have two best experts."""
+
+    class Narrow(loop):  # type: ignore[misc, valid-type]
+        def scores(self, x: Tensor) -> Tensor:
+            return torch.softmax(self.router(x), dim=-1)
+
+    module = Narrow(route, torch.bfloat16)
+    with torch.no_grad():
+        module.router.weight.copy_(torch.randint(-1, 2, (E, H)))
+        x = torch.randint(-1, 2, (B, S, H)).to(torch.bfloat16)
+        scores = module.scores(x)
+        assert ((scores == scores.amax(-1, keepdim=True)).sum(-1) > 1).any()
+        report = explain(module, x)
+        assert report.matches[0].router == "R3 softmax, top-k"
+        torch.testing.assert_close(compiled(module)(x), module(x), rtol=2e-2, atol=2e-2)
+
+
 def test_dropped_tokens_get_nothing_and_no_gradient():
     module = Loop(switch)
     x = torch.randn(B, S, H, requires_grad=True)
@@ -190,6 +237,14 @@ def test_the_weights_keep_what_the_constant_makes_of_them_unrounded():
     (experts,) = [n for n in graph.graph.nodes if "moepdl.experts" in str(n.target)]
     assert experts.args[2].meta["val"].dtype == torch.float32
     assert experts.meta["val"].dtype == torch.bfloat16
+
+
+def test_a_mask_that_is_taken_for_ids_holds_experts_and_needs_no_assertion():
+    from moe_compiler.testing import run_passes
+
+    with torch.no_grad():
+        graph, report = run_passes(Scaled(), ["canonicalize", "find_moe", "raise_moe"], torch.randn(B, S, H))
+    assert report.matches and "_assert_async" not in str(graph.graph)
 
 
 def test_different_constants_are_refused():

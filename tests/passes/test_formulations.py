@@ -246,12 +246,22 @@ def test_a_damaged_copy_never_matches_and_the_step_is_named(damaged: Damaged):
     assert (miss.formulation, miss.step) == (damaged.formulation, damaged.step)
     assert damaged.words in miss.reason
     assert miss.steps_passed < miss.steps_total
-    assert "spellings.py" in miss.where
+    assert "spellings.py" in miss.where and "spellings.py" in miss.at
+    assert miss.hint
 
 
-def test_a_disabled_formulation_is_not_tried():
-    _, report = run_passes(block("batched_mm"), CAPTURE, tokens("batched_mm"), options={"disable": ["batched_mm"]})
-    assert not report.matches and [miss.formulation for miss in report.misses] == ["none"]
+@pytest.mark.parametrize("source", ["options", "environment"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disabled_formulation_does_not_match_and_the_miss_says_by_what(name, source, monkeypatch):
+    example, options = small(name), {"disable": [name]}
+    if source == "environment":
+        monkeypatch.setenv("MOEPDL_DISABLE", name)
+        options = {}
+    _, report = run_passes(example.module, CAPTURE, *example.inputs(5), options=options)
+    (miss,) = report.misses
+    assert not report.matches and (miss.formulation, miss.step) == (name, "disabled")
+    by = "MOEPDL_DISABLE" if source == "environment" else 'options["disable"]'
+    assert miss.reason == f"{name} is disabled by {by}" and miss.hint == "leave it out of that list"
 
 
 def escaping(b: Block, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -204,7 +204,7 @@ REASONS = {
     "auxiliary_loss": "no expert picks its tokens",
     "adapters": "not a [T, K] choice",
     "attention_experts": "in no product behind an activation of another one",
-    "gathered_attention_experts": "not of [T, K] ids",
+    "gathered_attention_experts": "no expert picks its tokens from this one-hot encoding",
     "padding_masks": "adds its rows to a result 0 times",
 }
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from moe_compiler.backend import last_reports
 from moe_compiler.report import Report
+from moe_compiler.testing import run_passes
 from tests.passes.numerics import compile_eager
 from tests.passes.spellings import Block, E, H, I, K, choose
 
@@ -194,6 +195,143 @@ def test_an_id_beyond_the_experts_stays_an_error_where_weights_are_gathered(dtyp
         for run in (module, compiled):
             with pytest.raises(IndexError):
                 run(x, weights, ids)
+
+
+def one_hot_loop(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids, E).permute(2, 1, 0)
+    for e, expert in enumerate(b.experts):
+        choice, token = torch.where(masks[e])
+        result = result.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+    return result
+
+
+def one_hot_single(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """One expert a token, with masks [T]."""
+    weights, ids = weights[:, :1], ids[:, :1]
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids.squeeze(-1), E).bool()
+    for e, expert in enumerate(b.experts):
+        mask = masks[:, e]
+        result[mask] = expert(x[mask]) * weights[mask]
+    return result
+
+
+def dense_encoded(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return dense(b, x, (F.one_hot(ids, E).to(x.dtype) * weights[..., None]).sum(1))
+
+
+def dense_scattered(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return dense(b, x, torch.zeros(x.shape[0], E).scatter(1, ids[:, :1], weights[:, :1]))
+
+
+def dense_scattered_choice(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """A top-k of more scores than there are experts."""
+    chosen = torch.topk(ids.new_zeros(x.shape[0], E + 1).scatter(1, ids[:, :1] % (E + 1), 1), 1).indices
+    return dense(b, x, torch.zeros(x.shape[0], E).scatter(1, chosen, weights[:, :1]))
+
+
+def dense_compared(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return dense(b, x, ((ids[..., None] == torch.arange(E)).to(x.dtype) * weights[..., None]).sum(1))
+
+
+def selected(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Weights of experts by index_select, which takes no negative index."""
+    flat, rows = ids.reshape(-1), x.repeat_interleave(K, 0)
+    gate, up = torch.bmm(b.gate_up.index_select(0, flat), rows[:, :, None]).squeeze(-1).chunk(2, -1)
+    rows = torch.bmm(b.down.index_select(0, flat), (F.silu(gate) * up)[:, :, None]).squeeze(-1)
+    return (rows * weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+
+def grouped_counted(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    ordered, perm = ids.flatten().sort(stable=True)
+    offsets = torch.cumsum(torch.bincount(ordered, minlength=E), 0, dtype=torch.int32)
+    gate, up = torch._grouped_mm(x[perm // K], b.gate_up.mT, offs=offsets).chunk(2, -1)
+    rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets) * weights.flatten()[perm][:, None]
+    return torch.zeros_like(x).index_add(0, perm // K, rows)
+
+
+def grouped_biased(b: Block, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Counts that leave out what is no expert, and a bias of each row's expert."""
+    ordered, perm = ids.flatten().sort(stable=True)
+    offsets = torch.cumsum(torch.histc(ordered.float(), E, 0, E - 1), 0, dtype=torch.int32)
+    gate, up = (torch._grouped_mm(x[perm // K], b.gate_up.mT, offs=offsets) + b.gate_up_bias[ordered]).chunk(2, -1)
+    rows = torch._grouped_mm(F.silu(gate) * up, b.down.mT, offs=offsets) * weights.flatten()[perm][:, None]
+    return torch.zeros_like(x).index_add(0, perm // K, rows)
+
+
+# What eager raises for an id that is too large, and for a negative one where it is an error as well.
+CHECKED = [
+    (one_hot_loop, (E, -1)),
+    (one_hot_single, (E, -1)),
+    (dense_encoded, (E, -1)),
+    (dense_scattered, (E, -1)),
+    (dense_scattered_choice, (E,)),
+    (selected, (E, -1)),
+    (grouped_counted, (E, -1)),
+    (grouped_biased, (E,)),
+]
+
+
+def with_ids(spelling: Callable[..., Tensor]) -> tuple[WithIds, tuple[Tensor, ...]]:
+    dtype = torch.bfloat16 if spelling in (grouped_counted, grouped_biased) else torch.float32
+    module = WithIds(spelling).to(dtype).requires_grad_(False)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    return module, (torch.randn(T, H, dtype=dtype), torch.rand(T, K, dtype=dtype), ids)
+
+
+@pytest.mark.parametrize(("spelling", "beyond"), CHECKED, ids=lambda value: getattr(value, "__name__", ""))
+def test_an_id_that_is_an_error_in_eager_stays_one_once_the_block_is_rewritten(spelling, beyond):
+    module, (x, weights, ids) = with_ids(spelling)
+    compiled = compile_eager(module)
+    torch.testing.assert_close(compiled(x, weights, ids), module(x, weights, ids), rtol=3e-2, atol=3e-2)
+    assert last_reports()[-1].matches
+    for value in beyond:
+        wrong = ids.clone()
+        wrong[2, 0] = value
+        for run in (module, compiled):
+            with pytest.raises((RuntimeError, IndexError)):
+                run(x, weights, wrong)
+
+
+def test_the_error_of_an_id_names_the_operator_and_the_line_through_inductor_and_in_training():
+    module, (x, weights, ids) = with_ids(one_hot_loop)
+    module.requires_grad_(True)
+    compiled = torch.compile(module, backend="moepdl", fullgraph=True)
+    compiled(x, weights, ids).sum().backward()
+    assert last_reports()[-1].status == "rewritten"
+    ids[0, 0] = E
+    with pytest.raises(RuntimeError, match=rf"one_hot: an expert's id is not in 0\.\.{E - 1} \(at .*test_refusals.py:"):
+        compiled(x, weights, ids)
+
+
+@pytest.mark.parametrize("spelling", [one_hot_loop, dense_encoded, dense_scattered, selected])
+def test_ids_that_are_known_to_be_experts_are_not_checked(spelling):
+    module = Block(lambda b, x, l: spelling(b, x, *choose(x, l)))
+    after, report = run_passes(module, ("canonicalize", "find_moe", "raise_moe"), torch.randn(T, H))
+    assert report.matches and "_assert_async" not in str(after.graph)
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_masks_of_flattened_ids_pick_pairs_and_are_no_masks_of_tokens(encoded: bool):
+    """DeepSeek's training loop: tokens repeated K times, rows of pairs written, weighted and summed behind the loop."""
+
+    def flat(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = choose(x, logits)
+        chosen, rows = ids.view(-1), x.repeat_interleave(K, 0)
+        masks = F.one_hot(chosen, E).bool().T if encoded else [chosen == e for e in range(E)]
+        result = torch.zeros_like(rows)
+        for e, expert in enumerate(b.experts):
+            result[masks[e]] = expert(rows[masks[e]])
+        return (result.view(-1, K, H) * weights[..., None]).sum(1)
+
+    report = agrees(Block(flat), torch.randn(T, H))
+    assert not report.matches and "they pick pairs and not tokens" in reasons(report)
+
+
+def test_a_comparison_takes_any_ids():
+    ids = torch.randint(-E, 2 * E, (T, K))
+    assert agrees(WithIds(dense_compared), torch.randn(T, H), torch.rand(T, K), ids).matches
 
 
 def test_a_loop_takes_any_ids():

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from moe_compiler import compilation
 from moe_compiler.backend import last_reports
 from moe_compiler.graph_pass import fake_mode_of_graph
-from moe_compiler.testing import run_passes
+from moe_compiler.testing import examples, run_passes
 from tests.passes import spellings
-from tests.passes.numerics import SLACK, _Choices, _Double, compile_eager
+from tests.passes.numerics import SLACK, _Choices, _Double, compile_eager, raised_agrees
 from tests.passes.spellings import Block, E, H, I, K, Spelling, choose
 from tests.properties.check import run_phase_twice
 
@@ -132,6 +132,106 @@ def where_columns(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return result
 
 
+def where_cast_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Weights and routing weights cast in the loop, once an expert."""
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=-1)
+    result = torch.zeros_like(x)
+    for e in range(E):
+        token, choice = torch.where(ids == e)
+        gate, up = halves(F.linear(x[token], b.gate_up[e].to(x.dtype)))
+        rows = F.linear(F.silu(gate) * up, b.down.to(x.dtype)[e])
+        result.index_add_(0, token, rows * weights.to(x.dtype)[token, choice, None])
+    return result
+
+
+def where_cast_rows(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """Each expert's own weights cast once they are gathered."""
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=-1)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        token, choice = torch.where(ids == e)
+        result[token] += expert(x[token]) * weights[token, choice].to(x.dtype)[:, None]
+    return result
+
+
+def one_hot_cast_inside(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), K, dim=-1)
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids, E).permute(2, 1, 0)
+    for e, expert in enumerate(b.experts):
+        choice, token = torch.where(masks[e])
+        rows = expert(x[token] * weights.to(x.dtype)[token, choice, None])
+        result.index_add_(0, token, rows.to(x.dtype))
+    return result
+
+
+def single(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One expert a token: weights [T] and ids [T], without a dimension for the choice."""
+    weights, ids = torch.softmax(logits.float(), dim=-1).max(dim=-1)
+    return weights.to(dtype), ids
+
+
+def where_single(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = single(logits, x.dtype)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        (token,) = torch.where(ids == e)
+        result = result.index_add(0, token, expert(x[token]) * weights[token, None])
+    return result
+
+
+def where_single_written(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """argmax, and the score gathered at it; rows written, since no other expert has them; the index as a column."""
+    scores = torch.softmax(logits, dim=-1)
+    ids = scores.argmax(-1)
+    weights = scores.gather(1, ids.unsqueeze(-1))
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        token = (ids == e).nonzero()[:, 0]
+        result[token] = expert(x[token]) * weights[token]
+    return result
+
+
+def where_masked(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The comparison itself as the index."""
+    weights, ids = single(logits, x.dtype)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        mask = ids == e
+        result[mask] = weights[mask].unsqueeze(1) * expert(x[mask])
+    return result
+
+
+def where_masked_column(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """A top-k of one, masks [T, 1] without their last dimension, the weight on the tokens, rows added."""
+    weights, ids = torch.topk(torch.sigmoid(logits), 1, dim=-1)
+    result = torch.zeros_like(x)
+    for e, expert in enumerate(b.experts):
+        mask = (ids == e).squeeze(-1)
+        result[mask] += expert(x[mask] * weights[mask])
+    return result
+
+
+def one_hot_single(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = single(logits, x.dtype)
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids, E).T
+    for e, expert in enumerate(b.experts):
+        token = torch.nonzero(masks[e]).squeeze(-1)
+        result.index_add_(0, token, weights[token].view(-1, 1) * expert(x[token]))
+    return result
+
+
+def one_hot_masked(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    weights, ids = single(logits, x.dtype)
+    result = torch.zeros_like(x)
+    masks = F.one_hot(ids, E).bool()
+    for e, expert in enumerate(b.experts):
+        mask = masks[:, e]
+        result[mask] += expert(x[mask]) * weights[mask][:, None]
+    return result
+
+
 def _of(name: str, *keys: str) -> dict[str, Spelling]:
     return {key: spellings.SPELLINGS[name][key] for key in keys}
 
@@ -155,9 +255,22 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
     "one_hot_loop": {
         "inside": one_hot_inside,
         "compared": one_hot_compared,
+        "cast_inside": one_hot_cast_inside,
+        "single": one_hot_single,
+        "masked": one_hot_masked,
         **_of("one_hot_loop", "packed", "weighted_input"),
     },
-    "where_loop": {"inside": where_inside, "columns": where_columns, **_of("where_loop", "index_add", "unbound")},
+    "where_loop": {
+        "inside": where_inside,
+        "columns": where_columns,
+        "cast_inside": where_cast_inside,
+        "cast_rows": where_cast_rows,
+        "single": where_single,
+        "single_written": where_single_written,
+        "masked": where_masked,
+        "masked_column": where_masked_column,
+        **_of("where_loop", "index_add", "unbound"),
+    },
 }
 
 
@@ -255,6 +368,70 @@ def test_a_spelling_is_one_block_and_right(name: str, key: str, way: Way) -> Non
         assert report.matches[0].sizes["T"].isdigit() != way.dynamic
 
 
+class MasterWeights(torch.nn.Module):
+    """Parameters in fp32, tokens in bf16: each loop casts what it reads."""
+
+    def __init__(self, experts: str) -> None:
+        super().__init__()
+        self.block, self.experts = Block(lambda b, x, logits: None), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, dtype = self.block, x.dtype
+        weights, ids = torch.topk(torch.softmax(F.linear(x.float(), b.router), dim=-1), K, dim=-1)
+        result = torch.zeros_like(x)
+        for e, expert in enumerate(b.experts):
+            token, choice = torch.where(ids == e)
+            if self.experts == "packed":
+                gate, up = halves(F.linear(x[token], b.gate_up[e].to(dtype)))
+                rows = F.linear(F.silu(gate) * up, b.down.to(dtype)[e])
+            else:
+                w1, w2, w3 = (linear.weight.to(dtype) for linear in (expert.w1, expert.w2, expert.w3))
+                rows = F.linear(F.silu(F.linear(x[token], w1)) * F.linear(x[token], w3), w2)
+            result.index_add_(0, token, rows * weights.to(dtype)[token, choice, None])
+        return result
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("experts", ["packed", "list"])
+def test_a_loop_that_casts_its_weights_is_one_block(experts: str, training: bool) -> None:
+    report = raised_agrees(
+        MasterWeights(experts), torch.randn(23, H, dtype=torch.bfloat16), training=training, repeats=6
+    )
+    (match,) = report.matches
+    assert match.formulation == "where_loop" and match.router == "R3 softmax, top-k"
+    assert match.attributes["layout"] == ("packed" if experts == "packed" else "per expert")
+
+
+@pytest.mark.parametrize("index", ["mask", "where", "one_hot"])
+def test_bare_ids_of_one_expert_a_token_that_nothing_chose_are_one_block(index: str) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(lambda b, x, logits: None)
+
+        def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+            result = torch.zeros_like(x)
+            masks = F.one_hot(ids, E).T if index == "one_hot" else ()
+            for e, expert in enumerate(self.block.experts):
+                picked = masks[e].nonzero()[:, 0] if index == "one_hot" else ids == e
+                picked = torch.where(picked)[0] if index == "where" else picked
+                result[picked] += expert(x[picked]) * weights[picked, None]
+            return result
+
+    module, x, weights, ids = Module(), torch.randn(5, H), torch.rand(5), torch.randint(0, E, (5,))
+    compiled = compile_eager(module)
+    torch.testing.assert_close(compiled(x, weights, ids), module(x, weights, ids))
+    (match,) = last_reports()[-1].matches
+    assert match.sizes["k"] == "1" and match.formulation == ("one_hot_loop" if index == "one_hot" else "where_loop")
+    ids[1], ids[3] = E, -1
+    if index == "one_hot":
+        for run in (module, compiled):
+            with pytest.raises(RuntimeError):
+                run(x, weights, ids)
+    else:
+        torch.testing.assert_close(compiled(x, weights, ids), module(x, weights, ids))
+
+
 def described(value: object) -> object:
     if isinstance(value, (tuple, list)):
         return tuple(map(described, value))
@@ -314,6 +491,30 @@ def test_experts_without_weights_stay_behind_the_block(way: Way) -> None:
 def test_experts_without_weights_elsewhere_are_refused(order: tuple[int, ...], words: str) -> None:
     _, report = run_passes(Block(with_identities(order)), CAPTURE, torch.randn(5, H))
     assert not report.matches and words in report.misses[0].reason
+
+
+GROUPED = ("grouped_mm", "grouped_scatter", "grouped_top1")
+# Their assertions, or their own sizes, are about one T.
+OF_ONE_T = ("capacity", "drop_and_pad")
+
+
+@pytest.mark.parametrize("name", examples())
+def test_an_example_is_found_in_a_decomposed_program(name: str) -> None:
+    """unbind is written out as slices, one_hot as a comparison, a product with one matrix as E products."""
+    dtype = torch.bfloat16 if name in GROUPED else torch.float32
+    example = examples()[name](dtype, experts=E, top_k=K, hidden=H, intermediate=I)
+    module = example.module.requires_grad_(False)
+    sizes = None if name in OF_ONE_T else [{0: torch.export.Dim("tokens", min=2, max=4096)}]
+    program = torch.export.export(module, example.inputs(9), dynamic_shapes=sizes).run_decompositions()
+    compiled = compile_eager(program.module(), dynamic=True if sizes else None)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    with mock.patch.object(compilation, "run_phase", run_phase_twice):
+        for count in (9, 40) if sizes else (9,):
+            inputs = example.inputs(count)
+            torch.testing.assert_close(compiled(*inputs), module(*inputs), rtol=bound, atol=bound)
+    (match,) = last_reports()[-1].matches
+    assert match.formulation in (name, "batched_mm" if name == "gather_einsum" else name)
+    assert not last_reports()[-1].misses
 
 
 GATHERED = ("batched_mm", "gather_einsum", "dense_bmm")

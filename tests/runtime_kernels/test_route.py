@@ -195,6 +195,18 @@ def test_equal_scores_are_chosen_again_when_the_router_is_recomputed():
     torch.testing.assert_close(logits.grad, torch.zeros_like(logits))
 
 
+@pytest.mark.parametrize("experts", [4, 16, 60, 128])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(("bias", "groups"), [(False, 1), (True, 1), (False, 2)])
+def test_of_equal_scores_one_expert_is_the_first(experts, order, bias, groups):
+    logits = torch.randint(0, 3, (200, experts)).to(BF16)
+    assert (logits == logits.amax(-1, keepdim=True)).sum(-1).max() > 1
+    operand = torch.zeros(experts, dtype=BF16) if bias else None
+    weights, ids = route(logits, 1, "sigmoid", order, operand, groups=groups, kept_groups=groups)
+    assert torch.equal(ids[:, 0], logits.argmax(-1))
+    torch.testing.assert_close(weights, logits.sigmoid().gather(-1, ids))
+
+
 def test_the_bias_gets_no_gradient():
     bias = torch.randn(8, requires_grad=True)
     logits = torch.randn(4, 8, requires_grad=True)
