@@ -2,9 +2,8 @@
 
     python -m benchmarks.predictions             # on one GPU; writes docs/benchmarks/predictions.json and .md
 
-Each chain is one block with its router's choice, not the router's matmul, in bf16, replayed in a CUDA graph over 8
-inputs (2 from T=2048 on; 1 for backward chains). The model is the one that the compiler uses on this device: its own
-calibration if there is one.
+Each chain is one block with its router, in bf16, replayed in a CUDA graph over 8 inputs (2 from T=2048 on; 1 for
+backward chains). The model is the one that the compiler uses on this device: its own calibration if there is one.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def row(
 def notes(model: DeviceModel) -> list[str]:
     """What the table's numbers are."""
     return [
-        "one MoE block without the router's matmul, bf16, in a CUDA graph; medians in us.",
+        "one MoE block with its router, bf16, in a CUDA graph; medians in us.",
         f"model: {model.label}; a programmatic edge is predicted to gain {model.boundary_us:.2f} us.",
         ", ".join(f"{name}: E={s.experts} k={s.k} H={s.hidden} I={s.intermediate}" for name, s in SHAPES.items()) + ".",
     ]

@@ -61,7 +61,7 @@ def scatter_product(
             boxes, box_rows = [], 0
     if tile.instead is not None:
         if boxes and specialised(left, depth, tile, experts, [bias]):
-            constants = {
+            sizes = {
                 "E": experts,
                 "E_POW2": power_of_two(experts + 1, 32),
                 "K": depth,
@@ -79,7 +79,7 @@ def scatter_product(
             boxes = [laid_out(matrix) for matrix in boxes]
             operands = (left, perm, starts, boxes[0], boxes[1] if len(parts) == 2 else None, bias.operand, pairs)
             programs = multiprocessors(pairs.device)
-            start(scatter_product_specialised_kernel, programs, operands, (rows,), constants, pdl=pdl, warps=tile.warps)
+            start(scatter_product_specialised_kernel, programs, operands, (rows,), sizes, pdl=pdl, warps=tile.warps)
             return
         return scatter_product(pairs, left, perm, starts, parts, inner, tile.instead, pdl, bias)
     first, second = parts[0][1], parts[-1][1]
