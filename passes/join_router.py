@@ -26,21 +26,31 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _matmul_behind(logits: Node) -> Node | None:
-    """The mm or addmm that makes exactly these logits, [T, E], perhaps in another shape on the way."""
-    shape, node = logits.meta["val"].shape, logits
+    """The mm or addmm that makes these logits, [T, E], or their first rows; perhaps in another shape on the way."""
+    node = logits
     while node.target in _VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
-    if node.target not in (_aten.mm.default, _aten.addmm.default) or node.meta["val"].shape != shape:
+    if node.target is _aten.slice.Tensor and node.args[1:3] == (0, 0):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target not in (_aten.mm.default, _aten.addmm.default):
         return None
-    return node
+    return node if node.meta["val"].shape[1:] == logits.meta["val"].shape[1:] else None
 
 
-def _operands(matmul: Node) -> tuple[Node, Node, Node | None] | None:
-    """(x, router, bias) of a matmul that the kernel computes, else None."""
+def _operands(matmul: Node, tokens: int | torch.SymInt) -> tuple[Node, Node, Node | None] | None:
+    """(x, router, bias) of a matmul that the kernel computes, else None.
+
+    Inductor adds rows of zeros to x where that suits the library: x itself has `tokens` of them.
+    """
     operands = list(matmul.args)
     bias = operands.pop(0) if matmul.target is _aten.addmm.default else None
     if matmul.kwargs or len(operands) != 2:
         return None  # scaled by alpha or beta
+    left = operands[0]
+    if isinstance(left, Node) and left.target is _aten.constant_pad_nd.default and list(left.args[1])[:3] == [0, 0, 0]:  # type: ignore[arg-type]
+        operands[0] = left.args[0]
+    if operands[0].meta["val"].shape[0] != tokens:  # type: ignore[union-attr]
+        return None
     values = [node.meta["val"] for node in (*operands, bias) if isinstance(node, Node)]
     if any(value.dtype not in _DTYPES or value.dtype != values[0].dtype for value in values):
         return None
@@ -63,14 +73,18 @@ def join_router(graph: Graph, context: Context) -> int:
         if not is_moepdl(node) or op_name(node) != "route":
             continue
         matmul = _matmul_behind(node.args[0])
-        operands = None if matmul is None else _operands(matmul)
+        before = node.args[0].meta["val"]
+        operands = None if matmul is None else _operands(matmul, before.shape[0])
         if matmul is None or operands is None:
             continue
         with graph.inserting_before(matmul):
             logits = insert(matmul, torch.ops.moepdl.router_logits.default, operands)
+        if matmul.meta["val"].shape == before.shape:
+            matmul.replace_all_uses_with(logits)
+        else:
+            for cut in [user for user in matmul.users if user.meta["val"].shape == before.shape]:
+                cut.replace_all_uses_with(logits)
         node.update_arg(0, logits)
-        matmul.replace_all_uses_with(logits)
-        graph.erase_node(matmul)
         count += 1
     if count:
         graph.eliminate_dead_code()
