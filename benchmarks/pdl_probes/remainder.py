@@ -105,10 +105,10 @@ def pattern(function: Callable[..., tuple[Tensor, ...]], replays: int) -> dict[s
     ways: dict[bool, Callable[..., tuple[Tensor, ...]]] = {}
     code = ""
     for pdl in (False, True):
+        ways[pdl] = torch.compile(function, options={"triton.enable_pdl": pdl}, dynamic=False)
         # Without caches, so that there is code to read; what the reset in there drops is compiled again below.
-        options = {"triton.enable_pdl": pdl, "force_disable_caches": True}
-        ways[pdl] = torch.compile(function, options=options, dynamic=False)
-        _, codes = run_and_get_code(ways[pdl], x, ids)
+        with torch.compiler.config.patch(force_disable_caches=True):
+            _, codes = run_and_get_code(ways[pdl], x, ids)
         code = "\n".join(codes)
     sources = kernels_of(code)
     attributed = [source for source in sources if "'launch_pdl': True" in source]
