@@ -6,7 +6,8 @@ nobody writes to while the block runs. The router is resolved apart: when its ru
 a match, with ids and weights as inputs.
 
 The pass changes nothing: it fills `context.matches`, and the report's misses with the best attempt at each candidate.
-A formulation that the user has disabled is tried as well, so that the report can say that it would have matched.
+A formulation that the user has disabled is tried as well, so that the report can say that it would have matched; where
+it would not, it is not told, however near it came.
 """
 
 from __future__ import annotations
@@ -402,6 +403,7 @@ def find_moe(graph: Graph, context: Context) -> int:
     claimed: set[Node] = set()
     explained: set[Node] = set()  # choices of a block that only a disabled formulation matches
     for formulation in FORMULATIONS:
+        disabled = formulation.name in context.options.disable
         for anchor in formulation.anchors(graph):
             if anchor in claimed:
                 continue
@@ -421,10 +423,10 @@ def find_moe(graph: Graph, context: Context) -> int:
                     if roundings and context.options.numerics == "strict":
                         raise roundings[0]
                     _check_not_mutated(result.match, inside, writes)
-                    if formulation.name in context.options.disable:
-                        result.step, disabled = "disabled", context.options.source_of("disable")
+                    if disabled:
+                        result.step, by = "disabled", context.options.source_of("disable")
                         explained |= _choices(result.match)
-                        raise Miss(f"{formulation.name} is disabled by {disabled}", anchor, "leave it out of that list")
+                        raise Miss(f"{formulation.name} is disabled by {by}", anchor, "leave it out of that list")
                 except Miss as miss:
                     result.miss = miss
                 else:
@@ -438,7 +440,8 @@ def find_moe(graph: Graph, context: Context) -> int:
                     failed.pop(candidate, None)
                     claimed.add(candidate)
                     continue
-            failed.setdefault(candidate, []).append(result)
+            if not disabled or result.step == "disabled":
+                failed.setdefault(candidate, []).append(result)
     for candidate, attempts in failed.items():
         if candidate in claimed or any(a.anchor in claimed for a in attempts):
             continue

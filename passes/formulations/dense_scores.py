@@ -13,7 +13,7 @@ from torch.fx import Node
 from moe_compiler.moe_ir import Miss, RouterSpec, op_name
 from moe_compiler.passes.formulations.base import Bindings
 from moe_compiler.passes.formulations.one_hot import encoded_ids, is_encoding
-from moe_compiler.passes.formulations.pairs import match_choice, match_weights
+from moe_compiler.passes.formulations.pairs import are_distinct, match_choice, match_weights
 from moe_compiler.passes.formulations.walk import (
     arg,
     dtype_of,
@@ -32,6 +32,9 @@ from moe_compiler.passes.formulations.walk import (
 )
 
 __all__ = ["choose"]
+
+_TWICE = "nothing shows that a token chooses an expert only once"
+_ONCE = "take the ids from a topk or a sort of the scores"
 
 
 def choose(b: Bindings) -> None:
@@ -57,20 +60,9 @@ def choose(b: Bindings) -> None:
     ids, values = _scattered(node)
     require(is_zeros(node.args[0]), "the weights are scattered into something else than zeros", node)
     ids = match_choice(ids)
-    require(_are_distinct(ids), "the scattered weights have no top-k", node)
     require(not is_written(strip_ids(ids)), "the ids of the top-k are written to before they are scattered", node)
+    require(are_distinct(ids), _TWICE, node, _ONCE)
     b.bind(ids=ids, weights=match_weights(values, shape_of(ids), node), router=None, logits=None)
-
-
-def _are_distinct(ids: Node) -> bool:
-    """Does a token choose an expert only once: by a top-k, by the first of a sort, or by choosing only one?"""
-    source = strip_ids(ids)
-    if shape_of(ids)[-1] == 1 or item_of(source, 1, "topk") is not None:
-        return True
-    while is_op(source, "slice"):
-        source = strip_ids(source.args[0])
-    order = item_of(source, 1, "sort") or source
-    return is_op(order, "argsort", "sort") and arg(order, "dim") in (-1, len(shape_of(order.args[0])) - 1)
 
 
 def _choose_by_one_hot(b: Bindings, scores: Node) -> None:
@@ -96,8 +88,7 @@ def _choose_by_one_hot(b: Bindings, scores: Node) -> None:
         fits = len(shape_of(column)) == 3 and shape_of(column)[-1] == 1
         require(fits, "the routing weight is not one number a (token, expert) pair", product)
         # Tokens with the sum of two weights are not what two weighted tokens give.
-        distinct = b.weight_at == "output" or (_are_distinct(ids) and not is_written(strip_ids(ids)))
-        require(distinct, "nothing shows that a token chooses an expert only once", product)
+        require(b.weight_at == "output" or are_distinct(ids), _TWICE, product, _ONCE)
         b.bind(ids=ids, weights=match_weights(column, shape_of(ids), product), router=None, logits=None)
         return
     raise Miss("the summed scores are no one-hot encoding of the ids times weights", product)

@@ -377,6 +377,19 @@ def test_a_scatter_that_multiplies_is_refused():
     assert not report.matches and "reduces" in reasons(report)
 
 
+def test_a_scatter_by_ids_that_may_repeat_an_expert_is_refused_with_what_helps():
+    """Of two weights for one expert the scatter keeps one, and our operator adds both."""
+
+    def scattered(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+        ids = (torch.arange(x.shape[0])[:, None] + torch.arange(K) * E) % E
+        weights = logits.softmax(-1).gather(1, ids)
+        return dense(b, x, torch.zeros(x.shape[0], E).scatter(1, ids, weights))
+
+    report = agrees(Block(scattered), torch.randn(T, H))
+    (miss,) = report.misses
+    assert miss.reason == "nothing shows that a token chooses an expert only once" and "topk" in miss.hint
+
+
 @pytest.mark.parametrize("at", ["input", "output"])
 def test_weights_that_are_summed_for_one_expert_may_not_stand_before_it(at: str):
     """A token that has an expert twice: E(a x + b x) is not a E(x) + b E(x), for weights on the output it is."""
