@@ -133,14 +133,16 @@ def load_tiles(
                 arrived = full.index(stage)
                 matrix = matrix_of.index(stage)
                 mbarrier.expect(arrived, BN * BK * 2)
-                k0 = step % STEPS * BK
-                at = [expert * BOX + n, k0] if INNER else [expert * BOX + k0, n]
+                k0 = step * BK
                 if PARTS == 1:
-                    load_box(first_part, at, arrived, matrix)
+                    load_box(first_part, [expert * BOX + n, k0] if INNER else [expert * BOX + k0, n], arrived, matrix)
                 else:
                     if step < STEPS:
+                        at = [expert * BOX + n, k0] if INNER else [expert * BOX + k0, n]
                         load_box(first_part, at, arrived, matrix)
                     else:
+                        k1 = k0 - K
+                        at = [expert * BOX + n, k1] if INNER else [expert * BOX + k1, n]
                         load_box(second_part, at, arrived, matrix)
                 copy_pieces(rows_of.index(stage), source + step * BK, mask=keep)
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
