@@ -106,7 +106,7 @@ def test_no_kernel_and_no_tile_is_forgotten() -> None:
     modules = [
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(runtime_kernels.__path__, f"{runtime_kernels.__name__}.")
-        if found.name.endswith(".kernel")
+        if found.name.endswith((".kernel", ".specialised"))
     ]
     there = {
         name
@@ -120,6 +120,7 @@ def test_no_kernel_and_no_tile_is_forgotten() -> None:
     assert {variant.kernel for variant in VARIANTS} == {*DEVICE_KERNELS}
     for name, table in TABLES.items():
         tiles = {*(tile for _, tile in table.few), table.many, *(tile for _, tile in table.single)}
+        tiles |= {table.hopper[1]} if table.hopper is not None else set()
         assert tiles == {variant.tile for variant in VARIANTS if variant.kernel == name and variant.tile is not None}
 
 

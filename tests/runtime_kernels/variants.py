@@ -43,6 +43,7 @@ class Variant:
     given: dict[str, Any] = field(default_factory=dict, compare=False)
     attrs: dict[str, Any] = field(default_factory=dict, compare=False)
     absent: tuple[str, ...] = field(default=(), compare=False)
+    tokens: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -52,6 +53,8 @@ class Variant:
     def starts(self) -> list[Start]:
         tensors = operands(self.dtype, hidden=_SIZE, inner=_SIZE, **LAYOUTS[self.layout], **self.given)
         tensors |= dict.fromkeys(self.absent)
+        if self.tokens is not None:
+            tensors |= {key: tensors[key][: self.tokens] for key in ("x", "logits")}
         options = {"tile": self.tile} if self.tile is not None else {}
         return record_on(tensors, self.kernel, True, self.dtype, self.attrs, **options)
 
@@ -82,6 +85,8 @@ def _epilogues(name: str) -> Iterator[Variant]:
                 told = f"{activation} {'gated' if gated else 'alone'}"
                 attrs = {"activation": activation, "gated": gated}
                 yield Variant(name, epilogue=told, given={"gated": gated}, attrs=attrs)
+    if name == "router_logits":
+        yield Variant(name, epilogue="few tokens", tokens=4)
     if optional & {"gate_bias", "down_bias"} and not name.startswith("grad_gate_up_bias"):
         yield Variant(name, epilogue="no biases", given={"biases": False})
     for absent in sorted(optional & {"weights", "bias", "expert_scale", "router_bias"}):
