@@ -32,6 +32,7 @@ from moe_compiler.runtime_kernels.device import trigger, wait, write_table_kerne
 from moe_compiler.runtime_kernels.launching import Start, recording  # noqa: E402
 from moe_compiler.runtime_kernels.registry import kernel  # noqa: E402
 from moe_compiler.runtime_kernels.tiles import TABLES  # noqa: E402
+from moe_compiler.runtime_kernels.warp_roles import roles_of  # noqa: E402
 from tests.runtime_kernels.machine_code import LOADS, NAMES, code  # noqa: E402
 from tests.runtime_kernels.recorded import DEVICE_KERNELS, ROUTE, TOKENS, record  # noqa: E402
 from tests.runtime_kernels.variants import Variant, variants  # noqa: E402
@@ -80,10 +81,11 @@ def test_every_router_waits_first(experts: int, changes: dict[str, Any], operand
 
 def _must_be_sound(starts: list[Start], arch: int) -> None:
     for start in starts:
-        result = _audit(start, arch)
+        compiled = compile_offline(start, arch)
+        result = audit(compiled)
         assert result.ok, f"{result.kernel}: {result.problems}"
         assert result.attribute
-        assert result.waits == 1
+        assert result.waits == roles_of(compiled)
         assert result.triggers >= 1  # one in each branch that ends the program
         assert result.reads and result.writes
 
@@ -94,9 +96,12 @@ def test_every_kernel_waits_first(name: str, arch: int) -> None:
     _must_be_sound(record(name, pdl=True), arch)
 
 
+# Kernels with specialised warps are launched on Hopper alone: their tensor cores take instructions of its own.
+ON_EACH = [(v, arch) for v in VARIANTS for arch in (90, 100) if arch == 90 or v.tile is None or v.tile.instead is None]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(("variant", "arch"), ON_EACH, ids=[f"{variant}-{arch}" for variant, arch in ON_EACH])
 def test_every_variant_waits_first(variant: Variant, arch: int) -> None:
     _must_be_sound(variant.starts(), arch)
 
