@@ -266,23 +266,87 @@ def test_a_model_without_experts():
     assert moe_compiler.prepare(torch.nn.Linear(3, 3)) == []
 
 
-def test_the_probe_leaves_buffers_attributes_and_random_state_alone():
+@pytest.mark.parametrize("given", [False, True])
+def test_the_probe_leaves_buffers_attributes_and_random_state_alone(given):
     class Counting(BLOCKS["RangeSkip"]):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("calls", torch.zeros(()))
-            self.last = "none"
+            self.last, self.sizes, self.seen = "none", [], torch.zeros(())
+            self.stats = types.SimpleNamespace(tokens=0)
 
         def forward(self, hidden):
             self.calls += 1
             self.last = "some"
+            self.seen += 1
+            self.sizes.append(hidden.shape[1])
+            self.stats.tokens += hidden.shape[1]
             return uncapturable.RangeSkip.forward(self, hidden)
 
-    model = Counting().eval()
+    model, inputs = Counting().eval(), torch.randn(2, 9, H)
     state = torch.get_rng_state()
-    moe_compiler.prepare(model)
+    held = model.calls, model.seen, model.sizes, model.stats
+    moe_compiler.prepare(model, *([inputs] if given else []))
+    assert all(now is then for now, then in zip((model.calls, model.seen, model.sizes, model.stats), held, strict=True))
     assert model.calls == 0 and model.last == "none" and torch.equal(torch.get_rng_state(), state)
+    assert model.seen == 0 and model.sizes == [] and model.stats.tokens == 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Named(uncapturable.RangeSkip):
+    """The first expert has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.experts[0]
+
+
+class Shared(uncapturable.RangeSkip):
+    """Two experts are one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[1] = self.experts[0]
+
+
+class Listed(uncapturable.RangeSkip):
+    """A second list holds the same modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = torch.nn.ModuleList(self.experts)
+
+
+class Parted(Threshold):
+    """Lists of the experts' linears beside the list of experts, and a loop that cannot be prepared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.ModuleList(expert.w1 for expert in self.experts)
+        self.down = torch.nn.ModuleList(expert.w2 for expert in self.experts)
+
+
+def _held(model):
+    """Every tensor of a model by every name: the object, its dtype and its bytes."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: (id(value), value.dtype, value.detach().clone()) for name, value in named}
+
+
+@pytest.mark.parametrize("cls", [Named, Shared, Listed, Parted])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_module_with_two_names_holds_what_it_held(cls, given):
+    model = cls().eval()
+    before = _held(model)
+    inputs = [torch.randn(2, 9, H)] if given else []
+    if cls is Parted:
+        with pytest.raises(PrepareError):
+            moe_compiler.prepare(model, *inputs)
+    else:
+        assert len(moe_compiler.prepare(model, *inputs)) == 1
+    after = _held(model)
+    assert list(before) == list(after)
+    for name, (identity, dtype, value) in before.items():
+        assert after[name][:2] == (identity, dtype) and torch.equal(after[name][2], value), name
 
 
 # transformers' own classes
