@@ -12,10 +12,22 @@ Comparing numbers does not replace this: the inputs of a comparison need not rea
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Effect", "LoopReading", "root_name", "written_elsewhere"]
+from moe_compiler.preparation.name_flow import (
+    bound,
+    called,
+    events,
+    loads,
+    names,
+    operand,
+    own_nodes,
+    root_name,
+    statements,
+)
+
+__all__ = ["Effect", "LoopReading", "written_elsewhere"]
 
 _COUNTING = {"numel", "nelement"}
 _CHOOSING = {"one_hot", "eq", "ne", "isin", "nonzero", "bool"}
@@ -35,14 +47,14 @@ class LoopReading:
 
     def __init__(self, function: ast.FunctionDef, loop: ast.For, receiver: str) -> None:
         self.loop, self.receiver = loop, receiver
-        self.assigned = {name for name, kind, _ in _events(loop.body) if kind == "store"} | _names(loop.target)
+        self.assigned = {name for name, kind, _ in events(loop.body) if kind == "store"} | names(loop.target)
         self.numbers = _numbers(loop)
         self.constant = _constant(function, receiver) - self.assigned
         self.choices = _choices(function)
         self.counts = self._counts()
         self.bounds = self._bounds()
         own = {id(node) for node in ast.walk(loop)}
-        order = [event for event in _events(function.body) if id(event[2]) not in own]
+        order = [event for event in events(function.body) if id(event[2]) not in own]
         behind: dict[str, str] = {}
         for name, kind, node in order:
             if node.lineno > (loop.end_lineno or loop.lineno):
@@ -99,7 +111,7 @@ class LoopReading:
         if len(ends) == 2 and ends <= self.bounds:
             return {ast.Eq: "none", ast.NotEq: "some"}.get(type(op), "")
         chosen = root_name(right) in self.choices
-        if isinstance(op, (ast.In, ast.NotIn)) and chosen and _loads(left) and _loads(left) <= self.numbers:
+        if isinstance(op, (ast.In, ast.NotIn)) and chosen and loads(left) and loads(left) <= self.numbers:
             return "some" if isinstance(op, ast.In) else "none"
         if not isinstance(right, ast.Constant):
             return ""
@@ -124,11 +136,11 @@ class LoopReading:
         if isinstance(node, ast.Subscript):
             first = isinstance(node.slice, ast.Constant) and node.slice.value == 0
             shape = node.value
-            sized = isinstance(shape, ast.Call) and not shape.args and _called(shape) == "size"
+            sized = isinstance(shape, ast.Call) and not shape.args and called(shape) == "size"
             return first and ((isinstance(shape, ast.Attribute) and shape.attr == "shape") or sized)
         if not isinstance(node, ast.Call):
             return False
-        name, over = _called(node), _operand(node)
+        name, over = called(node), operand(node)
         if name in _COUNTING or (name == "len" and len(node.args) == 1):
             return True
         if name == "size":
@@ -140,7 +152,7 @@ class LoopReading:
     def _is_any(self, node: ast.expr) -> bool:
         if not isinstance(node, ast.Call):
             return False
-        name, over = _called(node), _operand(node)
+        name, over = called(node), operand(node)
         if name in ("item", "bool") and over is not None:
             return self._is_any(over)
         return name == "any" and over is not None and self._is_choice(over)
@@ -150,12 +162,12 @@ class LoopReading:
 
     def _counts(self) -> set[str]:
         """Names for numbers of rows: what the loop runs over beside the expert's number, and what it counts itself."""
-        self.counts = _names(self.loop.target) - self.numbers
+        self.counts = names(self.loop.target) - self.numbers
         for statement in ast.walk(self.loop):
             if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
                 target, value = statement.targets[0], statement.value
                 picked = isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name)
-                by_number = picked and bool(_loads(value.slice) & self.numbers)  # type: ignore[attr-defined]
+                by_number = picked and bool(loads(value.slice) & self.numbers)  # type: ignore[attr-defined]
                 if isinstance(target, ast.Name) and (self._counts_rows(value) or by_number):
                     self.counts.add(target.id)
         return self.counts
@@ -164,7 +176,7 @@ class LoopReading:
         """Names that are read as bounds of slices alone, or to make the next ones: where sorted rows begin and end."""
         slices = [node for node in ast.walk(self.loop) if isinstance(node, ast.Slice)]
         inside = {id(node) for piece in slices for node in ast.walk(piece)}
-        used = {name for piece in slices for name in _loads(piece)} & self.assigned
+        used = {name for piece in slices for name in loads(piece)} & self.assigned
         feeds: dict[str, set[str]] = {}
         free: set[str] = set()
         inside |= {
@@ -173,9 +185,9 @@ class LoopReading:
             if isinstance(test, (ast.If, ast.IfExp))
             for node in ast.walk(test.test)
         }
-        for statement in _statements(self.loop.body):
-            targets = _bound(statement)
-            for node in _own_nodes(statement):
+        for statement in statements(self.loop.body):
+            targets = bound(statement)
+            for node in own_nodes(statement):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside:
                     if targets:
                         feeds.setdefault(node.id, set()).update(targets)
@@ -204,28 +216,29 @@ class LoopReading:
         found += self._carried()
         sums = self._sums()
         if len(sums) > 1:
-            names = ", ".join(f"`{name}`" for name in sums)
+            results = ", ".join(f"`{name}`" for name in sums)
             last = max(sums.values(), key=lambda node: node.lineno)
-            found.append(Effect(last.lineno, f"`{_text(last)}`: the loop makes more than one result ({names})"))
+            found.append(Effect(last.lineno, f"`{_text(last)}`: the loop makes more than one result ({results})"))
         return found
 
     def lost_on_more_experts(self) -> list[Effect]:
         """What experts without rows would change, if the loop ran for them too."""
         found = self._carried()
         for effect, statement in _writes_elsewhere(self.loop.body, self.receiver):
+            # Adding the number of its rows changes nothing for an expert that has none.
             adds = isinstance(statement, ast.AugAssign) and isinstance(statement.op, (ast.Add, ast.Sub))
-            if not (adds and self._counts_rows(statement.value)):  # type: ignore[union-attr]
+            if not (adds and self._counts_rows(statement.value)):  # type: ignore[attr-defined]
                 found.append(effect)
         still = self.constant | self.numbers | {self.receiver}
         for name, statement in self._sums().items():
-            derived = {target for node in _statements(self.loop.body) for target in self._fixed(node, still)}
-            if not _loads(statement) - still - derived - {name}:
+            derived = {target for node in statements(self.loop.body) for target in self._fixed(node, still)}
+            if not loads(statement) - still - derived - {name}:
                 found.append(Effect(statement.lineno, f"`{_text(statement)}` counts the experts that have rows"))
         return found
 
     def _fixed(self, statement: ast.stmt, still: set[str]) -> set[str]:
         value = getattr(statement, "value", None)
-        return _bound(statement) if value is not None and _loads(value) <= still else set()
+        return bound(statement) if value is not None and loads(value) <= still else set()
 
     def _meant_branches(self, body: list[ast.stmt]) -> Iterator[Effect]:
         for statement in body:
@@ -233,11 +246,11 @@ class LoopReading:
             if taken is not None:
                 yield from self._meant_branches(taken)
                 continue
-            tests: list[ast.expr] = [node.test for node in _own_nodes(statement) if isinstance(node, ast.IfExp)]
+            tests: list[ast.expr] = [node.test for node in own_nodes(statement) if isinstance(node, ast.IfExp)]
             if isinstance(statement, (ast.If, ast.While, ast.Assert)):
                 tests.append(statement.test)
             for test in tests:
-                if not _loads(test) <= self.constant | self.numbers | {self.receiver}:
+                if not loads(test) <= self.constant | self.numbers | {self.receiver}:
                     why = "is not only whether the expert has rows"
                     yield Effect(statement.lineno, f"`{_text(statement)}`: what this branch asks {why}")
             if isinstance(statement, (ast.Raise, ast.Return, ast.Try)):
@@ -248,17 +261,17 @@ class LoopReading:
 
     def _cuts(self) -> Iterator[Effect]:
         """Rows that are cut off without a branch: t[:capacity], min(n, capacity)."""
-        for statement in _statements(self.loop.body):
-            for node in _own_nodes(statement):
+        for statement in statements(self.loop.body):
+            for node in own_nodes(statement):
                 limits = (
-                    isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and _called(node) in ("min", "max")
+                    isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and called(node) in ("min", "max")
                 )
-                if limits and not _loads(node) <= self.constant | self.numbers | {self.receiver}:
+                if limits and not loads(node) <= self.constant | self.numbers | {self.receiver}:
                     yield Effect(statement.lineno, f"`{_text(statement)}` limits how many rows an expert gets")
                 if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
                     first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
                     limited = isinstance(first, ast.Slice) and (first.lower is not None or first.upper is not None)
-                    if limited and node.value.id in self.assigned and not _loads(first) & self.bounds:
+                    if limited and node.value.id in self.assigned and not loads(first) & self.bounds:
                         yield Effect(statement.lineno, f"`{_text(statement)}` cuts off rows of an expert")
 
     def _carried(self) -> list[Effect]:
@@ -266,10 +279,10 @@ class LoopReading:
         found: list[Effect] = []
         sums = self._sums()
         first: dict[str, tuple[str, ast.expr]] = {}
-        for name, kind, node in _events(self.loop.body):
+        for name, kind, node in events(self.loop.body):
             if name in self.assigned:
                 first.setdefault(name, (kind, node))
-        for name in sorted(self.assigned - self.bounds - sums.keys() - _names(self.loop.target)):
+        for name in sorted(self.assigned - self.bounds - sums.keys() - names(self.loop.target)):
             kind, node = first[name]
             if kind == "load":
                 found.append(Effect(node.lineno, f"`{name}` is carried from one expert to the next"))
@@ -281,20 +294,20 @@ class LoopReading:
     def _sums(self) -> dict[str, ast.stmt]:
         """The local names that the loop adds to, and where; each is read in the loop for nothing else."""
         found: dict[str, ast.stmt] = {}
-        fresh: set[str] = set(_names(self.loop.target))
+        fresh: set[str] = set(names(self.loop.target))
         reads: dict[str, int] = {}
-        for name, kind, _ in _events(self.loop.body):
+        for name, kind, _ in events(self.loop.body):
             if kind == "load":
                 reads[name] = reads.get(name, 0) + 1
         own: dict[str, int] = {}
-        for statement in _statements(self.loop.body):
-            names = {name for name in _summed(statement) if name not in fresh and name != self.receiver}
-            for name in names:
+        for statement in statements(self.loop.body):
+            summed = {name for name in _summed(statement) if name not in fresh and name != self.receiver}
+            for name in summed:
                 found.setdefault(name, statement)
                 own[name] = own.get(name, 0) + sum(
-                    event == (name, "load") for event in ((n, k) for n, k, _ in _events([statement]))
+                    event == (name, "load") for event in ((n, k) for n, k, _ in events([statement]))
                 )
-            fresh |= _bound(statement) - names
+            fresh |= bound(statement) - summed
         return {name: node for name, node in found.items() if own[name] == reads.get(name, 0)}
 
 
@@ -303,30 +316,16 @@ def written_elsewhere(body: list[ast.stmt], receiver: str) -> list[Effect]:
     return [effect for effect, _ in _writes_elsewhere(body, receiver)]
 
 
-def root_name(node: ast.expr) -> str:
-    """The name that an expression starts from: `a` of a[i].b.c(), or of torch.any(a); "" for none."""
-    while True:
-        if isinstance(node, (ast.Subscript, ast.Attribute, ast.Starred)):
-            node = node.value
-        elif isinstance(node, ast.Call):
-            over = _operand(node)
-            if over is None:
-                return ""
-            node = over
-        else:
-            return node.id if isinstance(node, ast.Name) else ""
-
-
 def _writes_elsewhere(body: list[ast.stmt], receiver: str) -> Iterator[tuple[Effect, ast.stmt]]:
-    for statement in _statements(body):
-        for node in _own_nodes(statement):
+    for statement in statements(body):
+        for node in own_nodes(statement):
             stored = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
             if isinstance(node, ast.Attribute) and stored:
                 yield Effect(statement.lineno, f"`{_text(statement)}` writes an attribute"), statement
                 continue
             subscript = isinstance(node, ast.Subscript) and stored
-            called = isinstance(node, ast.Call) and _in_place(node)
-            if (subscript or called) and root_name(node) == receiver:  # type: ignore[arg-type]
+            method = isinstance(node, ast.Call) and _in_place(node)
+            if (subscript or method) and root_name(node) == receiver:  # type: ignore[arg-type]
                 yield Effect(statement.lineno, f"`{_text(statement)}` writes into the module"), statement
         call = statement.value if isinstance(statement, ast.Expr) else None
         if isinstance(call, ast.Call) and not (_in_place(call) and root_name(call)):
@@ -336,7 +335,7 @@ def _writes_elsewhere(body: list[ast.stmt], receiver: str) -> Iterator[tuple[Eff
 
 
 def _in_place(call: ast.Call) -> bool:
-    name = _called(call)
+    name = called(call)
     return name in ("append", "extend", "add", "update", "insert") or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -350,17 +349,17 @@ def _summed(statement: ast.stmt) -> set[str]:
         for target in statement.targets:
             value = statement.value
             added = isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub))
-            method = isinstance(value, ast.Call) and _called(value).rstrip("_") in ("index_add", "scatter_add", "add")
-            if isinstance(target, ast.Name) and target.id in _loads(value) and (added or method):
+            method = isinstance(value, ast.Call) and called(value).rstrip("_") in ("index_add", "scatter_add", "add")
+            if isinstance(target, ast.Name) and target.id in loads(value) and (added or method):
                 found.add(target.id)
         return found - {""}
-    called = statement.value if isinstance(statement, ast.Expr) else None
-    if isinstance(called, ast.Call):
-        for word in called.keywords:
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if isinstance(call, ast.Call):
+        for word in call.keywords:
             if word.arg == "out" and isinstance(word.value, ast.Name):
                 return {word.value.id}
-        if _in_place(called):
-            return {root_name(called)} - {""}
+        if _in_place(call):
+            return {root_name(call)} - {""}
     return set()
 
 
@@ -377,32 +376,32 @@ def _numbers(loop: ast.For) -> set[str]:
     if isinstance(target, ast.Name):
         found = {target.id}
     elif isinstance(target, (ast.Tuple, ast.List)) and isinstance(over, ast.Call):
-        if _called(over) == "enumerate":
-            found = _names(target.elts[0])
-        elif _called(over) == "zip":
+        if called(over) == "enumerate":
+            found = names(target.elts[0])
+        elif called(over) == "zip":
             pairs = zip(target.elts, over.args, strict=False)
-            found = found.union(*(_names(t) for t, a in pairs if isinstance(a, ast.Call) and _called(a) == "range"))
-    for statement in _statements(loop.body):
+            found = found.union(*(names(t) for t, a in pairs if isinstance(a, ast.Call) and called(a) == "range"))
+    for statement in statements(loop.body):
         named = isinstance(statement, ast.Assign) and root_name(statement.value) in found
-        if named and _loads(statement.value) - {"int"} <= found:  # type: ignore[attr-defined]
-            found |= _bound(statement)
+        if named and loads(statement.value) - {"int"} <= found:  # type: ignore[attr-defined]
+            found |= bound(statement)
     return found
 
 
 def _constant(function: ast.FunctionDef, receiver: str) -> set[str]:
     """Names that no data decides: the module, what the function does not bind, and what is made of those alone."""
     arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)} - {receiver}
-    bound = {name for name, kind, _ in _events(function.body) if kind == "store"} | arguments
+    stored = {name for name, kind, _ in events(function.body) if kind == "store"} | arguments
     every = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    known = (every - bound) | {receiver}
+    known = (every - stored) | {receiver}
     made: dict[str, list[set[str] | None]] = {}
-    for statement in _statements(function.body):
+    for statement in statements(function.body):
         value = statement.value if isinstance(statement, ast.Assign) else None
         plain = value is not None and not any(
-            isinstance(node, ast.Call) and _called(node) != "len" for node in ast.walk(value)
+            isinstance(node, ast.Call) and called(node) != "len" for node in ast.walk(value)
         )
-        for name in _bound(statement):
-            made.setdefault(name, []).append(_loads(value) if plain and value is not None else None)
+        for name in bound(statement):
+            made.setdefault(name, []).append(loads(value) if plain and value is not None else None)
     for _ in made:
         known |= {
             name
@@ -415,100 +414,23 @@ def _constant(function: ast.FunctionDef, receiver: str) -> set[str]:
 def _choices(function: ast.FunctionDef) -> set[str]:
     """Names for which choice was made: truth values, one-hot masks, ids, and what is picked out of them."""
     found: set[str] = set()
-    statements = [s for s in _statements(function.body) if isinstance(s, ast.Assign)]
-    for _ in range(len(statements) + 1):
+    assignments = [s for s in statements(function.body) if isinstance(s, ast.Assign)]
+    for _ in range(len(assignments) + 1):
         size = len(found)
-        for statement in statements:
+        for statement in assignments:
             compares = any(
-                isinstance(node, ast.Compare) or (isinstance(node, ast.Call) and _called(node) in _CHOOSING)
+                isinstance(node, ast.Compare) or (isinstance(node, ast.Call) and called(node) in _CHOOSING)
                 for node in ast.walk(statement.value)
             )
             if compares or root_name(statement.value) in found:
-                found |= _bound(statement)
-            if isinstance(statement.value, ast.Call) and _called(statement.value) in ("unique", "tolist", "set"):
-                found |= _bound(statement)
+                found |= bound(statement)
+            if isinstance(statement.value, ast.Call) and called(statement.value) in ("unique", "tolist", "set"):
+                found |= bound(statement)
         if len(found) == size:
             break
     return found
 
 
-def _called(call: ast.Call) -> str:
-    function = call.func
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
-
-
-def _operand(call: ast.Call) -> ast.expr | None:
-    """What a call works on: the object of a method, the first argument of a function (torch.any, len)."""
-    function = call.func
-    if isinstance(function, ast.Attribute) and root_name(function.value) not in ("torch", "F", "np"):
-        return function.value
-    return call.args[0] if call.args else None
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-
-
-def _loads(node: ast.AST) -> set[str]:
-    return {name for name, kind, _ in _events([node]) if kind == "load"}
-
-
 def _text(statement: ast.stmt) -> str:
     """The first line of a statement, as Python writes it."""
     return ast.unparse(statement).splitlines()[0]
-
-
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements and those inside of them, in order; functions and classes that are defined there are not entered."""
-    for statement in body:
-        yield statement
-        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            for field in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(statement, field, None) or [])
-            for handler in getattr(statement, "handlers", ()):
-                yield from _statements(handler.body)
-
-
-def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of a statement without those of the statements inside of it."""
-    yield statement
-    pending = list(ast.iter_child_nodes(statement))
-    while pending:
-        node = pending.pop(0)
-        if not isinstance(node, (ast.stmt, ast.ExceptHandler)):
-            yield node
-            pending += ast.iter_child_nodes(node)
-
-
-def _bound(statement: ast.stmt) -> set[str]:
-    """The plain names that a statement binds."""
-    return {
-        node.id
-        for node in _own_nodes(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del))
-    }
-
-
-def _events(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str, ast.expr]]:
-    """(name, "load" or "store", node), in the order in which they happen; names of comprehensions are their own."""
-    for node in nodes:
-        if isinstance(node, ast.Name):
-            yield node.id, "load" if isinstance(node.ctx, ast.Load) else "store", node
-        elif isinstance(node, ast.AugAssign):
-            yield from _events([node.value])
-            for inner in ast.walk(node.target):
-                if isinstance(inner, ast.Name):
-                    yield inner.id, "load", inner
-            yield from _events([node.target])
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from _events([*([node.value] if node.value is not None else []), *targets])
-        elif isinstance(node, ast.For):
-            yield from _events([node.iter, node.target, *node.body, *node.orelse])
-        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-            own = set().union(*(_names(part.target) for part in node.generators))
-            yield from (event for event in _events(ast.iter_child_nodes(node)) if event[0] not in own)
-        elif not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            yield from _events(ast.iter_child_nodes(node))

@@ -122,13 +122,15 @@ def _reading(code):
     return LoopReading(function, loop, "self")
 
 
-NONE = """t.numel() == 0|0 == t.numel()|t.numel() < 1|1 > t.numel()|t.numel() <= 0|len(t) == 0|t.shape[0] == 0|t.size(0) == 0
-t.size()[0] == 0|not t.numel()|not len(t)|not mask.any()|not mask.any().item()|mask.sum() == 0|not torch.any(ids == e)
-(ids == e).sum().item() == 0|not (t.numel() > 0)|n == 0|len(t) == 0 or n < 1|mask.any() == False"""
-SOME = """t.numel() > 0|t.numel() != 0|t.numel() >= 1|0 < t.numel()|t.numel()|len(t)|t.shape[0] > 0|mask.any()|mask.sum() > 0
-n > 0|not t.numel() == 0|t.numel() > 0 and mask.any()"""
-NEITHER = """t.numel() < 2|t.numel() > cap|t.numel() <= 1|t.numel() == 1|t.shape[1] == 0|t.size(1) == 0|x.sum() == 0|x.any()
-w[t].sum() > 0|t.numel() == 0 or cap|t.numel() > 0 and t.numel() < 9|e == 0|self.scale == 0|t.numel() % 2 == 0|cap
+NONE = """t.numel() == 0|0 == t.numel()|t.numel() < 1|1 > t.numel()|t.numel() <= 0|len(t) == 0|t.shape[0] == 0
+t.size(0) == 0|t.size()[0] == 0|not t.numel()|not len(t)|not mask.any()|not mask.any().item()|mask.sum() == 0
+not torch.any(ids == e)|(ids == e).sum().item() == 0|not (t.numel() > 0)|n == 0|len(t) == 0 or n < 1
+mask.any() == False"""
+SOME = """t.numel() > 0|t.numel() != 0|t.numel() >= 1|0 < t.numel()|t.numel()|len(t)|t.shape[0] > 0
+mask.any()|mask.sum() > 0|n > 0|not t.numel() == 0|t.numel() > 0 and mask.any()"""
+NEITHER = """t.numel() < 2|t.numel() > cap|t.numel() <= 1|t.numel() == 1|t.shape[1] == 0|t.size(1) == 0
+x.sum() == 0|x.any()|w[t].sum() > 0|t.numel() == 0 or cap|t.numel() > 0 and t.numel() < 9|e == 0
+self.scale == 0|t.numel() % 2 == 0|cap
 0 < t.numel() < 4|not t.numel() > 1"""
 
 
