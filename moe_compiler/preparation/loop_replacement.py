@@ -260,11 +260,11 @@ class Block:
                             yield Recipe(method, f"a loop over all of {bank.what}", build)
 
     def loses(self, method: str, place: Place | None) -> bool:
-        """Does a loop (None: a method) do something that a sum in its place would not? What it is, is kept."""
+        """Does a loop (None: a method) do something that a sum in its place would not? What a loop does is noted."""
         source = read_source(getattr(type(self.module), method))
         assert source is not None
         found = source.lost(place)
-        for effect in found:
+        for effect in found if place is not None else ():
             self.lost.setdefault((source.file, effect.line), f"line {effect.line}: {effect.what}")
         return bool(found)
 
