@@ -388,10 +388,14 @@ def is_cut_by_ddp(module: GraphModule) -> bool:
 
 
 def graph_break_errors() -> tuple[type[Exception], ...]:
-    """What Dynamo raises with `fullgraph=True` where it would else break the graph."""
+    """What Dynamo raises with `fullgraph=True` where it would else break the graph.
+
+    A size that the data decides and that torch's own code for an operator asks for (`tolist`, a split) comes through
+    as it was raised.
+    """
     from torch._dynamo import exc
 
-    return (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
+    return (exc.Unsupported, exc.UserError, exc.TorchRuntimeError, *data_size_errors())
 
 
 def data_size_errors() -> tuple[type[Exception], ...]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
+import moe_compiler
 from moe_compiler import options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,3 +54,14 @@ def test_a_target_that_is_named_exists(target: str):
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_a_link_leads_somewhere(link: str):
     assert (ROOT / link).exists()
+
+
+def test_the_example_of_prepare_runs_by_itself(tmp_path, monkeypatch, capsys) -> None:
+    (code,) = [part for part in re.findall(r"```python\n(.*?)```", README, re.S) if "moe_compiler.prepare(" in part]
+    (tmp_path / "prepared.py").write_text(code)
+    monkeypatch.setenv("MOEPDL_REMAINDER", "eager")
+    torch.compiler.reset()
+    runpy.run_path(str(tmp_path / "prepared.py"))
+    said = capsys.readouterr().out
+    assert "-> a loop over all of experts: 4 modules" in said and "not matched" not in said
+    assert [match.formulation for match in moe_compiler.last_reports()[-1].matches] == ["where_loop"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import linecache
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ from moe_compiler.preparation.probe import Call
 __all__ = ["Block", "Known", "Recipe", "is_prepared"]
 
 _FULLGRAPH = "fullgraph=True"
+_OUTSIDE = (
+    "take it out of the loop: counts of all experts are torch.bincount(ids.flatten(), minlength=E), and a capacity can "
+    "set the weights of the tokens beyond it to zero before the loop; or leave the module to eager"
+)
 _MAX_TRIES = 96
 _OURS = "_moepdl_prepared"
 
@@ -74,6 +79,7 @@ class Block:
         self.broken = ""
         self.observed: dict[str, _Seen] = {}
         self.reasons: dict[str, None] = {}
+        self.lost: dict[tuple[str, int], str] = {}
 
     def who(self) -> str:
         """The module, for a sentence."""
@@ -132,6 +138,14 @@ class Block:
             return self.changed(*second)
         if not before.broken:
             return None
+        if self.lost:
+            file, line = next(iter(self.lost))
+            raise PrepareError(
+                f"{self.who()} is not one graph and could not be prepared: its loop does more than add up its experts",
+                why="; ".join([*list(self.lost.values())[:3], self.broken, *list(self.reasons)[-3:]]),
+                try_=_OUTSIDE,
+                where=f"{file}:{line}: {linecache.getline(file, line).strip()}",
+            )
         raise PrepareError(
             f"{self.who()} is not one graph and could not be prepared",
             why="; ".join([self.broken, *list(self.reasons)[-4:]]),
@@ -215,7 +229,7 @@ class Block:
 
     def by_arguments(self, method: str, seen: _Seen, banks: Sequence[ExpertBank]) -> Iterator[Recipe]:
         """A method that is given tokens, ids and weights, and returns the sum: all of its body."""
-        if not isinstance(seen.result, Tensor):
+        if not isinstance(seen.result, Tensor) or self.loses(method, None):
             return
         noted = {name: _noted(value) for name, value in seen.arguments.items()}
         for x, ids, weights, shape in _roles(noted, _noted(seen.result), self.count, prefer=set(noted)):
@@ -230,10 +244,12 @@ class Block:
         assert source is not None
         for place in source.loops():
             before = seen.stages.get((place.index, -1))
-            if before is None:
+            if before is None or self.loses(method, place):
                 continue
             loaded = source.loaded(place)
             for stage in range(place.after + 1):
+                if source.lost(place, stage):
+                    break
                 behind = seen.stages.get((place.index, stage), {})
                 for result, value in behind.items():
                     if not isinstance(value, _Noted) or not value.floating or value == before.get(result):
@@ -243,12 +259,21 @@ class Block:
                             build = _Cut(place, stage, result, dispatcher(bank, shape), (x, ids, weights))
                             yield Recipe(method, f"a loop over all of {bank.what}", build)
 
+    def loses(self, method: str, place: Place | None) -> bool:
+        """Does a loop (None: a method) do something that a sum in its place would not? What a loop does is noted."""
+        source = read_source(getattr(type(self.module), method))
+        assert source is not None
+        found = source.lost(place)
+        for effect in found if place is not None else ():
+            self.lost.setdefault((source.file, effect.line), f"line {effect.line}: {effect.what}")
+        return bool(found)
+
     def by_loop(self, method: str) -> Iterator[Recipe]:
-        """The loop as it is, over all experts and without its branches."""
+        """The loop as it is, over all experts and without its branches about rows."""
         source = read_source(getattr(type(self.module), method))
         assert source is not None
         for place in source.loops():
-            text = f"its own loop over all {self.count} experts, without branches"
+            text = f"its own loop over all {self.count} experts, without branches about rows"
             yield Recipe(method, text, _Plain(place, self.count))
 
     @contextmanager

@@ -1,7 +1,8 @@
 """A function's source as something to change: where its loops are, what they see, and the function without one of them.
 
 `moe_compiler.prepare` uses it on the methods of one module. The names of files and lines stay those of the user, so
-that a message about the changed function still points at the user's own line. Nothing here knows about experts.
+that a message about the changed function still points at the user's own line. What a loop does is read in
+`loop_effects`; nothing here knows about experts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from moe_compiler.preparation.loop_effects import Effect, LoopReading, written_elsewhere
 
 __all__ = ["Place", "Source", "read_source"]
 
@@ -82,25 +85,46 @@ class Source:
         return self._compiled(self._pruned(tree), {_VALUE: dispatch})
 
     def with_plain_loop(self, place: Place, items: int) -> Callable[..., Any]:
-        """The function with its loop over 0 .. items - 1, whatever it ran over, and without branches in its body.
+        """The function with its loop over 0 .. items - 1, whatever it ran over, and without branches about rows.
 
-        A loop over range, enumerate or zip keeps what it runs over. Of the branches without `else`, those on the
-        module's own attributes and the number alone stay; of the others `if ...: continue` is left out and the body of
-        any other runs always: right for bodies that do nothing when there are no rows to work on.
+        A loop over range, enumerate or zip keeps what it runs over. Only branches that ask exactly whether there are
+        rows, and do nothing where there are none, are left out; every other one stays as it is. Raises ValueError,
+        with the line, where a pass without rows would change something that the loop does besides its sum.
         """
         tree = copy.deepcopy(self.tree)
         body, at = list(_loops(tree.body))[place.index]
         loop = body[at]
         assert isinstance(loop, ast.For)
+        reading = LoopReading(tree, loop, self.receiver)
+        lost = reading.lost_on_more_experts()
         called = loop.iter.func if isinstance(loop.iter, ast.Call) else None
-        if not (isinstance(called, ast.Name) and called.id in ("range", "enumerate", "zip")):
+        more = not (isinstance(called, ast.Name) and called.id in ("range", "enumerate", "zip"))
+        if more:
             if not isinstance(loop.target, ast.Name):
                 raise ValueError("the loop unpacks what it runs over")
             loop.iter = _move(ast.parse(f"range({items})", mode="eval").body, loop.iter)
             loop.body = [_Number(loop.target.id).visit(statement) for statement in loop.body]
-        known = {self.receiver} | ({loop.target.id} if isinstance(loop.target, ast.Name) else set())
-        loop.body = _without_branches(loop.body, known)
+        loop.body, flattened = reading.without_row_branches(loop.body)
+        if (more or flattened) and lost:
+            raise ValueError(f"line {lost[0].line}: {lost[0].what}")
         return self._compiled(self._pruned(tree), {})
+
+    def lost(self, place: Place | None, stage: int = 0) -> list[Effect]:
+        """What would be lost without a loop and `stage` statements behind it (None: without all of the body), besides
+        the sum that it makes.
+        """
+        loops = list(_loops(self.tree.body))
+        if place is None:
+            found = written_elsewhere(self.tree.body, self.receiver)
+        else:
+            loops = loops[place.index : place.index + 1]
+            ((body, at),) = loops
+            found = written_elsewhere(body[at + 1 : at + 1 + stage], self.receiver)
+        for body, at in loops:
+            loop = body[at]
+            assert isinstance(loop, ast.For)
+            found += LoopReading(self.tree, loop, self.receiver).lost_with_the_loop()
+        return list(dict.fromkeys(found))
 
     def with_body(self, dispatch: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
         """The function with `return dispatch(self, *names)` as all of its body."""
@@ -266,17 +290,6 @@ def _own_loads(statement: ast.stmt) -> set[str]:
         for node in ast.walk(statement)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside
     }
-
-
-def _without_branches(body: list[ast.stmt], known: set[str]) -> list[ast.stmt]:
-    """Without the branches that depend on more than the names that are known: the module itself and the number."""
-    flat: list[ast.stmt] = []
-    for statement in body:
-        if not isinstance(statement, ast.If) or statement.orelse or _loads(statement.test) <= known:
-            flat.append(statement)
-        elif not any(isinstance(inner, (ast.Continue, ast.Break)) for inner in statement.body):
-            flat += _without_branches(statement.body, known)
-    return flat
 
 
 class _Number(ast.NodeTransformer):

@@ -22,6 +22,7 @@ from moe_compiler.preparation.change import Change
 from moe_compiler.preparation.expert_dispatch import Holding, holding
 from moe_compiler.preparation.experts_setting import setting_of, switched_settings
 from moe_compiler.preparation.loop_replacement import Block, Known, is_prepared
+from moe_compiler.preparation.module_state import exchange, state_kept
 from moe_compiler.preparation.probe import Call
 
 __all__ = ["Change", "prepare"]
@@ -31,7 +32,8 @@ def prepare(model: nn.Module, *args: Any, **kwargs: Any) -> list[Change]:
     """Make the MoE blocks of `model` capturable, in place, and return what was changed: [] when nothing had to be.
 
     args, kwargs: inputs of the model. It is called with them once, without gradients, and every block is compared on
-    what it got; without them the inputs are made from the blocks' own sizes.
+    what it got; without them the inputs are made from the blocks' own sizes. Whatever runs here leaves parameters,
+    buffers, attributes and random state as they were.
 
     The modules are changed for the mode they are in; in the other mode (training, evaluation) the original runs, unless
     it agrees there too. A block whose experts are a list of modules compiles with `fullgraph=True`. Experts without a
@@ -92,21 +94,32 @@ def _may_hold_experts(module: nn.Module) -> bool:
 def _own_calls(
     model: nn.Module, modules: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Call]:
-    with probe.captured_calls(modules) as calls, torch.no_grad():
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with (
+        probe.captured_calls(modules) as calls,
+        torch.random.fork_rng(devices),
+        torch.no_grad(),
+        state_kept(model),
+    ):
+        exchange(model, {id(value): value.detach().clone() for value in model.buffers()})
         model(*args, **kwargs)
     return calls
 
 
 def _tests(model: nn.Module, name: str, module: nn.Module, held: Holding, calls: dict[str, Call]) -> list[Call]:
-    """Calls to compare a module on: the model's own, and a larger one; else some that are made and that it takes."""
+    """Calls to compare a module on: the model's own, and a larger one; else one that is made and that it takes.
+
+    Another one has a single token, so that most experts have none.
+    """
     found = [calls[name]] if name in calls else []
     if found:
-        more = probe.larger(found[0], held.count)
-        return found + ([more] if more is not None and probe.runs(module, more) else [])
+        others = (probe.larger(found[0], held.count), probe.one_token(found[0]))
+        return found + [other for other in others if other is not None and probe.runs(module, other)]
     widths = [width for width in (held.width, *probe.widths(module)) if width]
     for made in probe.made_calls(module, list(dict.fromkeys(widths)), held.count):
         if probe.runs(module, made):
-            return [made]
+            one = probe.one_token(made)
+            return [made] + ([one] if one is not None and probe.runs(module, one) else [])
     # Experts whose arguments are not the usual ones: ask the module around them.
     parent = name.rpartition(".")[0]
     around = model.get_submodule(parent) if name else None

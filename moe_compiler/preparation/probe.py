@@ -1,9 +1,12 @@
 """Run a module on probe inputs without touching it, and compare two versions of it by the accuracy rule.
 
 A run happens on copies of the module's parameters and buffers, with a fixed random seed, with gradients of everything
-that is floating. Two versions of a module agree when, in float64, they are the same function, and when, in the model's
-own dtype, the error of the new one against the old one in float64 is at most 1.5 times the old one's own error (plus
-1e-6, or 1e-3 below fp32, of the norm).
+that is floating. Each tensor has one copy, by identity, under however many names it is reached; what the module held is
+put back on every way out.
+
+Two versions of a module agree when, in float64, they are the same function, and when, in the model's own dtype, the
+error of the new one against the old one in float64 is at most 1.5 times the old one's own error (plus 1e-6, or 1e-3
+below fp32, of the norm). That is asked of the results, the gradients, and what a run leaves in buffers and attributes.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from moe_compiler.preparation.module_state import exchange, state_kept, state_left
+
 __all__ = [
     "Call",
     "Outcome",
@@ -25,6 +30,7 @@ __all__ = [
     "first_line",
     "larger",
     "made_calls",
+    "one_token",
     "run",
     "runs",
     "varies",
@@ -46,12 +52,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: the floating results, the others, and gradients by name (None where there is none)."""
+    """What a run gave: the floating results, the others, gradients by name (None where there is none), and what it
+    left in the module's buffers and attributes.
+    """
 
     values: list[Tensor]
     other: list[Any]
     gradients: dict[str, Tensor | None]
     tracked: bool
+    left: dict[str, Any]
 
 
 def varies(module: nn.Module, call: Call) -> bool:
@@ -95,16 +104,18 @@ def _run(module: nn.Module, call: Call, dtype: torch.dtype | None, *, tracked: b
         leaves[name] = made.requires_grad_()
         return made.clone()  # not a leaf: a module may write into its arguments
 
-    state = {name: leaf(name, value) for name, value in module.named_parameters()}
-    state |= {name: copied("", value) for name, value in module.named_buffers()}
+    copies = {id(value): leaf(name, value) for name, value in module.named_parameters()}
+    copies |= {id(value): copied("", value) for _, value in module.named_buffers()}
     flat, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     flat = [copied(f"argument {i}", v) if isinstance(v, Tensor) else v for i, v in enumerate(flat)]
     args, kwargs = pytree.tree_unflatten(flat, spec)
-    devices = sorted({v.device.index or 0 for v in state.values() if v.device.type == "cuda"})
-    with torch.random.fork_rng(devices), _attributes_kept(module), torch.inference_mode(False):
+    devices = sorted({v.device.index or 0 for v in copies.values() if v.device.type == "cuda"})
+    with torch.random.fork_rng(devices), torch.inference_mode(False), state_kept(module):
+        exchange(module, copies)
         torch.manual_seed(seed)
         with torch.set_grad_enabled(tracked):
-            out = torch.func.functional_call(module, state, args, kwargs)
+            out = module(*args, **kwargs)
+        left = state_left(module)
     results = pytree.tree_leaves(out)
     values = [value for value in results if isinstance(value, Tensor) and value.is_floating_point()]
     other = [value for value in results if not isinstance(value, Tensor) or not value.is_floating_point()]
@@ -114,25 +125,13 @@ def _run(module: nn.Module, call: Call, dtype: torch.dtype | None, *, tracked: b
         weights = [_fixed(value) for value in differentiable]
         found = torch.autograd.grad(differentiable, list(leaves.values()), weights, allow_unused=True)
         gradients = dict(zip(leaves, found, strict=True))
-    return Outcome([value.detach() for value in values], other, gradients, tracked)
+    return Outcome([value.detach() for value in values], other, gradients, tracked, left)
 
 
 def _fixed(value: Tensor) -> Tensor:
     """The same weights for every version of a result."""
     numbers = torch.arange(value.numel(), dtype=torch.float64, device="cpu")
     return torch.cos(1.7 * numbers).to(value.device, value.dtype).reshape(value.shape)
-
-
-@contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """What a forward writes into attributes of its modules (a loss, a counter) is undone."""
-    before = [(child, dict(vars(child))) for child in module.modules()]
-    try:
-        yield
-    finally:
-        for child, attributes in before:
-            vars(child).clear()
-            vars(child).update(attributes)
 
 
 def agreement(old: Callable[[torch.dtype | None], Outcome], new: Callable[[torch.dtype | None], Outcome]) -> float:
@@ -189,11 +188,26 @@ def _check_structure(old: Outcome, new: Outcome) -> None:
         same = torch.equal(theirs, own) if isinstance(theirs, Tensor) and isinstance(own, Tensor) else theirs == own
         if not bool(same):
             raise ValueError("a result that is not floating differs")
+    for name in old.left.keys() | new.left.keys():
+        if not _left_alike(old.left.get(name), new.left.get(name)):
+            raise ValueError(f"it leaves another value in {name}")
+
+
+def _left_alike(theirs: Any, own: Any) -> bool:
+    """Is what two runs left in one place the same, floating tensors apart, which are compared as results are?"""
+    if not isinstance(theirs, Tensor) or not isinstance(own, Tensor):
+        return type(theirs) is type(own) and bool(theirs == own or (theirs != theirs and own != own))
+    if theirs.shape != own.shape or theirs.dtype != own.dtype:
+        return False
+    return theirs.is_floating_point() or torch.equal(theirs, own)
 
 
 def _pairs(old: Outcome, new: Outcome) -> dict[str, tuple[Tensor, Tensor]]:
     """(old, new) of each result and gradient, by what it is; a gradient that is None in one of them is zeros."""
     found = {f"result {i}": pair for i, pair in enumerate(zip(old.values, new.values, strict=True))}
+    for name, theirs in old.left.items():
+        if isinstance(theirs, Tensor) and theirs.is_floating_point():
+            found[f"what it leaves in {name}"] = theirs, new.left[name]
     if old.tracked and new.tracked:
         for name in old.gradients.keys() | new.gradients.keys():
             theirs, own = old.gradients.get(name), new.gradients.get(name)
@@ -291,6 +305,19 @@ def larger(call: Call, experts: int) -> Call | None:
         else:
             made.append(value)
     return Call(*pytree.tree_unflatten(made, spec))
+
+
+def one_token(call: Call) -> Call | None:
+    """The same call with its first token alone; None when the arguments do not agree on how many tokens there are."""
+    flat, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    tensors = [value for value in flat if isinstance(value, Tensor)]
+    if not tensors or any(value.dim() != tensors[0].dim() or value.dim() not in (2, 3) for value in tensors):
+        return None
+    if len({value.shape[:-1] for value in tensors}) != 1 or tensors[0].shape[:-1].numel() < 2:
+        return None
+    first = (slice(0, 1),) * (tensors[0].dim() - 1)
+    flat = [value[first].clone() if isinstance(value, Tensor) else value for value in flat]
+    return Call(*pytree.tree_unflatten(flat, spec))
 
 
 def _random(shape: Sequence[int], *, device: Any, dtype: torch.dtype | None) -> Tensor:

@@ -221,6 +221,17 @@ def test_explain_a_model_without_blocks(capsys, models, tmp_path):
     assert report.options["dryrun"] is True
 
 
+def test_explain_a_model_that_waits_for_the_data(capsys, tmp_path, monkeypatch):
+    (tmp_path / "cli_waits.py").write_text(
+        "import torch\n\n\ndef waits(x):\n    for number in x.long().unique().tolist():\n        x = x + number\n"
+        "    return x\n\n\ndef made():\n    return waits, (torch.ones(4),)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, err = run(capsys, "explain", "cli_waits:made")
+    assert code == cli.DONE and "Traceback" not in err
+    assert "the model does not make one graph" in out and "cli_waits.py:5" in out and "moe_compiler.prepare" in out
+
+
 def test_explain_tells_how_each_launch_is_made_and_why(capsys, tmp_path, monkeypatch):
     (tmp_path / "cli_block.py").write_text(
         "from moe_compiler.testing import examples\n\n\n"

@@ -62,6 +62,26 @@ def test_explain_names_what_stands_in_the_way_of_one_graph_and_every_piece():
     assert len(last_reports()) == known  # explain's own frames are no compile of the user's
 
 
+def hit_experts(x):
+    total = torch.zeros_like(x)
+    for number in (x > 0).nonzero().flatten().unique().tolist():
+        total = total + number * x
+    return total
+
+
+def split_by_counts(x):
+    counts = torch.bincount((x > 0).long(), minlength=2).tolist()
+    return torch.cat([part * 2 for part in x.split(counts)])
+
+
+@pytest.mark.parametrize("function", [hit_experts, split_by_counts])
+def test_explain_reports_a_size_that_torchs_own_code_asks_for(function):
+    report = explain(function, torch.arange(-2.0, 3.0))
+    (obstacle,) = [note for note in report.notes if "does not make one graph" in note]
+    assert "test_fragments.py" in obstacle and ".tolist()" in obstacle and "moe_compiler.prepare(model)" in obstacle
+    assert report.fragments and all("test_fragments.py" in f.where and f.remedy for f in report.fragments)
+
+
 def test_what_a_backend_raises_is_no_break():
     before = last_reports()
     with pytest.raises(Exception, match="asks for 1"), torch.no_grad():

@@ -222,9 +222,167 @@ def test_a_loop_that_means_something_else_is_left_as_it_is():
     eager = model(x)
     with pytest.raises(PrepareError, match="could not be prepared") as caught:
         moe_compiler.prepare(model)
-    assert "branch depends on the data" in caught.value.why and "differs" in caught.value.why
+    assert (
+        "branch depends on the data" in caught.value.why and "not only whether the expert has rows" in caught.value.why
+    )
+    assert "test_prepare.py" in caught.value.where and caught.value.where.endswith("if token.numel() > 12:")
     assert not {"forward"} & set(vars(model))
     torch.testing.assert_close(model(x), eager, rtol=0, atol=0)
+
+
+class Apart(uncapturable.Block):
+    """The loop in a method of its own, with the buffers and attributes that the classes below write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.zeros(E))
+        self.counts: list[int] = []
+        self.last = -1
+
+    def forward(self, hidden):
+        flat = hidden.reshape(-1, H)
+        _, weights, ids = self.route(flat)
+        return self.moe(flat, weights, ids).view(hidden.shape)
+
+
+class Capacity(Apart):
+    def moe(self, x, weights, ids, limit=40):
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, place = torch.where(ids == number)
+            if token.numel() > limit:
+                token, place = token[:limit], place[:limit]
+            out[token] += self.experts[number](x[token]) * weights[token, place, None]
+        return out
+
+
+class AtLeastTwo(Apart):
+    def moe(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, place = torch.where(ids == number)
+            if token.numel() < 2:
+                continue
+            out[token] += self.experts[number](x[token]) * weights[token, place, None]
+        return out
+
+
+class Fading(Apart):
+    def moe(self, x, weights, ids):
+        out, scale = torch.zeros_like(x), 1.0
+        for number in ids.unique().tolist():
+            token, place = torch.where(ids == number)
+            out[token] += self.experts[number](x[token]) * weights[token, place, None] * scale
+            scale *= 0.5
+        return out
+
+
+class Hits(Apart):
+    def forward(self, hidden):
+        x = hidden.reshape(-1, H)
+        _, weights, ids = self.route(x)
+        out, hit = torch.zeros_like(x), 0
+        for number in range(E):
+            token, place = torch.where(ids == number)
+            if token.numel() == 0:
+                continue
+            out[token] += self.experts[number](x[token]) * weights[token, place, None]
+            hit += 1
+        return out.view(hidden.shape), hit
+
+
+class Counts(Apart):
+    def moe(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, place = torch.where(ids == number)
+            if token.numel() == 0:
+                continue
+            self.counts.append(token.numel())
+            out[token] += self.experts[number](x[token]) * weights[token, place, None]
+        return out
+
+
+class Last(Apart):
+    def moe(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for number in ids.unique().tolist():
+            token, place = torch.where(ids == number)
+            self.last = number
+            out[token] += self.experts[number](x[token]) * weights[token, place, None]
+        return out
+
+
+class Load(Apart):
+    """Numbers of rows are added to a buffer: none adds nothing, so the loop may run over all experts."""
+
+    def moe(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, place = torch.where(ids == number)
+            if token.numel() == 0:
+                continue
+            self.load[number] += token.numel()
+            out[token] += self.experts[number](x[token]) * weights[token, place, None]
+        return out
+
+
+class CutOff(Apart):
+    """A capacity without a branch stays, since the loop stays."""
+
+    def moe(self, x, weights, ids, limit=9):
+        out = torch.zeros_like(x)
+        for number in ids.unique():
+            token, place = torch.where(ids == number)
+            token, place = token[:limit], place[:limit]
+            out[token] += self.experts[number](x[token]) * weights[token, place, None]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("cls", "line", "what"),
+    [
+        (Capacity, "if token.numel() > limit:", "what this branch asks is not only whether the expert has rows"),
+        (AtLeastTwo, "if token.numel() < 2:", "what this branch asks is not only whether the expert has rows"),
+        (Fading, "* scale", "`scale` is carried from one expert to the next"),
+        (Hits, "hit += 1", "the loop makes more than one result (`out`, `hit`)"),
+        (Counts, "self.counts.append(token.numel())", "writes into the module"),
+        (Last, "self.last = number", "writes an attribute"),
+    ],
+)
+def test_what_a_loop_does_besides_its_sum_is_never_dropped(cls, line, what):
+    model = cls().eval()
+    with pytest.raises(PrepareError, match="its loop does more than add up its experts") as caught:
+        moe_compiler.prepare(model)
+    assert what in caught.value.why and "out of the loop" in caught.value.try_
+    assert "test_prepare.py" in caught.value.where and caught.value.where.endswith(line)
+    assert not {"forward", "moe"} & set(vars(model))
+    assert model.last == -1 and model.counts == []
+
+
+@pytest.mark.parametrize("cls", [Load, CutOff])
+def test_what_the_users_own_loop_keeps_over_all_experts(cls):
+    torch.manual_seed(0)
+    model = cls().eval()
+    untouched = copy.deepcopy(model)
+    (change,) = moe_compiler.prepare(model)
+    assert change.after.startswith("its own loop") and model.load.sum() == 0
+    for x in (torch.randn(2, 40, H), torch.randn(1, 1, H)):
+        with torch.no_grad():
+            torch.testing.assert_close(ours(model)(x), untouched(x))
+        assert torch.equal(model.load, untouched.load)
+    assert model.load.sum() == (uncapturable.K * 81 if cls is Load else 0)
+
+
+def test_an_effect_inside_of_an_expert_is_compared():
+    model = block("RangeSkip")
+    for expert in model.experts:
+        expert.calls = 0
+        expert.register_forward_hook(lambda module, *_: setattr(module, "calls", module.calls + 1))
+    with pytest.raises(PrepareError, match="could not be prepared") as caught:
+        moe_compiler.prepare(model)
+    assert "it leaves another value in the attribute experts." in caught.value.why
+    assert all(expert.calls == 0 for expert in model.experts)
 
 
 def test_when_one_block_fails_the_others_are_put_back():
@@ -266,23 +424,87 @@ def test_a_model_without_experts():
     assert moe_compiler.prepare(torch.nn.Linear(3, 3)) == []
 
 
-def test_the_probe_leaves_buffers_attributes_and_random_state_alone():
+@pytest.mark.parametrize("given", [False, True])
+def test_the_probe_leaves_buffers_attributes_and_random_state_alone(given):
     class Counting(BLOCKS["RangeSkip"]):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("calls", torch.zeros(()))
-            self.last = "none"
+            self.last, self.sizes, self.seen = "none", [], torch.zeros(())
+            self.stats = types.SimpleNamespace(tokens=0)
 
         def forward(self, hidden):
             self.calls += 1
             self.last = "some"
+            self.seen += 1
+            self.sizes.append(hidden.shape[1])
+            self.stats.tokens += hidden.shape[1]
             return uncapturable.RangeSkip.forward(self, hidden)
 
-    model = Counting().eval()
+    model, inputs = Counting().eval(), torch.randn(2, 9, H)
     state = torch.get_rng_state()
-    moe_compiler.prepare(model)
+    held = model.calls, model.seen, model.sizes, model.stats
+    moe_compiler.prepare(model, *([inputs] if given else []))
+    assert all(now is then for now, then in zip((model.calls, model.seen, model.sizes, model.stats), held, strict=True))
     assert model.calls == 0 and model.last == "none" and torch.equal(torch.get_rng_state(), state)
+    assert model.seen == 0 and model.sizes == [] and model.stats.tokens == 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Named(uncapturable.RangeSkip):
+    """The first expert has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.experts[0]
+
+
+class Shared(uncapturable.RangeSkip):
+    """Two experts are one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[1] = self.experts[0]
+
+
+class Listed(uncapturable.RangeSkip):
+    """A second list holds the same modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = torch.nn.ModuleList(self.experts)
+
+
+class Parted(Threshold):
+    """Lists of the experts' linears beside the list of experts, and a loop that cannot be prepared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.ModuleList(expert.w1 for expert in self.experts)
+        self.down = torch.nn.ModuleList(expert.w2 for expert in self.experts)
+
+
+def _held(model):
+    """Every tensor of a model by every name: the object, its dtype and its bytes."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: (id(value), value.dtype, value.detach().clone()) for name, value in named}
+
+
+@pytest.mark.parametrize("cls", [Named, Shared, Listed, Parted])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_module_with_two_names_holds_what_it_held(cls, given):
+    model = cls().eval()
+    before = _held(model)
+    inputs = [torch.randn(2, 9, H)] if given else []
+    if cls is Parted:
+        with pytest.raises(PrepareError):
+            moe_compiler.prepare(model, *inputs)
+    else:
+        assert len(moe_compiler.prepare(model, *inputs)) == 1
+    after = _held(model)
+    assert list(before) == list(after)
+    for name, (identity, dtype, value) in before.items():
+        assert after[name][:2] == (identity, dtype) and torch.equal(after[name][2], value), name
 
 
 # transformers' own classes
