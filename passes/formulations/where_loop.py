@@ -17,7 +17,7 @@ from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.one_hot_loop import Expert
 from moe_compiler.passes.formulations.pairs import match_choice
-from moe_compiler.passes.formulations.picks import complete, feeds_where, match_one_each, picks_of_mask
+from moe_compiler.passes.formulations.picks import complete, feeds_where, letters_of, match_one_each, picks_of_mask
 from moe_compiler.passes.formulations.walk import arg, is_op, item_of, require, shape_of, strip_ids
 
 __all__ = ["WHERE_LOOP"]
@@ -55,7 +55,7 @@ def comparisons(b: Bindings) -> None:
         require(width.is_Integer, "the number of experts is not a constant", topk)
         experts = int(width)
     tokens, *choices = shape_of(b.anchor)
-    picks = [p for mask, expert in compared.items() for p in picks_of_mask(expert, mask, "tk" if choices else "t")]
+    picks = [p for mask, expert in compared.items() for p in picks_of_mask(expert, mask, letters_of(mask))]
     ids = match_choice(b.anchor) if choices else match_one_each(b.anchor, b.anchor)
     pairs = (tokens, choices[0] if choices else sympy.Integer(1))
     b.bind(ids=ids, experts=experts, one_each=not choices, pairs=pairs)
