@@ -31,7 +31,7 @@ from moe_compiler.passes.formulations.walk import (
     view_or_cast,
 )
 
-__all__ = ["Pick", "complete", "feeds_where", "letters_of", "match_one_each", "picks_of_mask", "reordered"]
+__all__ = ["Pick", "complete", "feeds_where", "match_one_each", "picks_of_mask", "reordered"]
 
 _WHERE = ("where", "nonzero_numpy")
 _BOTH = "take both from where(ids == e), and the routing weights at both: weights[token, choice]"
@@ -105,11 +105,6 @@ def _drops_choice(user: Node, mask: Node, letters: str) -> bool:
     shape = shape_of(mask)
     one = "k" in letters and shape[letters.index("k")] == 1 and len(shape_of(user)) == 1
     return one and (view_or_cast(user) or (is_op(user, "select") and letters[user.args[1]] == "k"))  # type: ignore[index]
-
-
-def letters_of(ids: Node) -> str:
-    """The names of the dimensions of ids [T, K], or [T] with one expert a token, and so of their masks."""
-    return "tk" if rank_of(ids) == 2 else "t"
 
 
 def _indexes_by(user: Node, mask: Node) -> bool:
@@ -205,6 +200,6 @@ def feeds_where(mask: Node) -> bool:
             if is_op(user, *_WHERE, "nonzero") or _indexes_by(user, node):
                 return True
             same = _is_truth(user) or is_cast(user) or _is_same(user, node)
-            if same or _drops_choice(user, node, letters_of(node)):
+            if same or (rank_of(node) == 2 and any(_drops_choice(user, node, order) for order in ("tk", "kt"))):
                 pending.append(user)
     return False
