@@ -162,6 +162,7 @@ def match_one_each(index: Node, where: Node) -> Node:
     Masks of flattened ids [T * K] are of pairs, which is a Miss.
     """
     ids = strip_ids(index)
+    require(shape_of(ids) != (), "the masks are of one number, not of one for each token", where)
     *lead, k = shape_of(ids)
     require(
         not lead or k == 1,

@@ -82,8 +82,8 @@ def comparisons(b: Bindings) -> None:
     base = strip_ids(ids_at)
     topk = item_of(base, 1, "topk")
     experts = max(compared.values()) + 1
-    if topk is not None:
-        width = shape_of(topk.args[0])[arg(topk, "dim")]
+    if topk is not None and shape_of(topk.args[0]):  # type: ignore[arg-type]
+        width = shape_of(topk.args[0])[arg(topk, "dim")]  # type: ignore[arg-type]
         require(width.is_Integer, "the number of experts is not a constant", topk)
         experts = int(width)
     tokens, *choices = shape_of(ids_at)

@@ -201,6 +201,15 @@ COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def best_of_one(x: Tensor, ids: Tensor) -> Tensor:
+    """A top-k of a number, which has no dimension."""
+    best = torch.topk(x.sum(), 1, dim=0).indices.view(1)
+    return torch.where(best == 0)[0].sum() + torch.where(best == 1)[0].sum()
+
+
+COMPARISONS["best_of_one"] = best_of_one
+
+
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_integers_may_be_compared_for_anything(name):
     x, ids = torch.randn(6, H), torch.randint(0, E, (6,))
