@@ -174,7 +174,15 @@ class Compilation:
             return
         if trial is not module:
             module.graph = trial.graph
+        if "lower" in self.options.disable:
+            self._forget_chains(phase)  # planned and not lowered: each stage runs as an operator of its own
         self.finish_phase(phase)
+
+    def _forget_chains(self, phase: str) -> None:
+        """Drop what the report says of a phase's launches and of their times."""
+        self.report.schedule = [record for record in self.report.schedule if record.direction != phase]
+        if not self.report.schedule:
+            self.report.pdl_off = self.report.predictions = self.report.measured = ""
 
     def _forget(self, phase: str) -> None:
         """Drop what an earlier run of the phase (or the cache) put into the report."""
@@ -182,7 +190,7 @@ class Compilation:
             self.report.phases_pending.remove(phase)
         self.report.passes = [record for record in self.report.passes if record.phase != phase]
         self.report.graphs = [record for record in self.report.graphs if record.phase != phase]
-        self.report.schedule = [record for record in self.report.schedule if record.direction != phase]
+        self._forget_chains(phase)
         self.report.dags = [record for record in self.report.dags if record.direction != phase]
 
     def finish_phase(self, phase: str) -> None:

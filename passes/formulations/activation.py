@@ -199,6 +199,10 @@ def _up(node: Node) -> tuple[Half, float | None, float]:
     return _half(source), high, shift
 
 
+def _clamped(limit: float | None) -> str:
+    return "not clamped" if limit is None else f"clamped to {limit}"
+
+
 def _peeled(node: Node) -> tuple[Node, Node | None]:
     """(value, column) of a value times one number a row; (node, None) when it is no such product."""
     if is_op(node, "mul") and all(isinstance(operand, Node) for operand in node.args[:2]):
@@ -247,7 +251,12 @@ def match_activation(node: Node, *, weighted: bool = False) -> Activation:
     name, alpha, source = found[which]  # type: ignore[misc]
     gate, limit = _gate(source)
     up, up_limit, shift = _up(operands[1 - which])
-    require(limit == up_limit, f"the gate is clamped to {limit}, up to {up_limit}", node)
+    require(
+        limit == up_limit,
+        f"the gate is {_clamped(limit)} and up is {_clamped(up_limit)}",
+        node,
+        "clamp the gate from above and up to both sides by one number, or neither",
+    )
     require(same_shape(shape_of(operands[0]), shape_of(operands[1])), "gate and up are broadcast", node)
     rule = ActivationRule(name, alpha, limit, shift + more)
     return Activation(rule.text, gate, up, _packing(gate, up, node), weight)

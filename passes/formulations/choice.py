@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Miss, op_name
-from moe_compiler.passes.formulations.topk import STAYS, is_last, read_selection
+from moe_compiler.passes.formulations.topk import STAYS, check_ties, is_last, read_selection
 from moe_compiler.passes.formulations.walk import (
     CASTS,
     arg,
@@ -141,6 +141,7 @@ class _Reader:
         size = sympy.Integer(int(experts) // int(groups))
         _check_spread(node, base, mask, spread, (tokens, groups, size))
         selection = read_selection(scatter.args[2], "groups")  # type: ignore[arg-type]
+        check_ties(selection, "groups")
         index = shape_of(scatter.args[2])  # type: ignore[arg-type]
         chosen = same_shape(index, (*shape_of(scatter)[:-1], sympy.Integer(selection.k)))
         require(chosen, "the groups are not chosen for each token", scatter, STAYS)

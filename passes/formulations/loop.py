@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch.fx import Node
 
 from moe_compiler.moe_ir import Match, Miss, op_name
@@ -40,6 +41,7 @@ from moe_compiler.passes.formulations.walk import (
     same_shape,
     same_value,
     shape_of,
+    strip,
     strip_casts,
     strip_ids,
     strip_views,
@@ -49,9 +51,14 @@ from moe_compiler.passes.formulations.walk import (
 )
 from moe_compiler.passes.formulations.weighing import constant_factor
 
-__all__ = ["accumulate", "compute", "finish", "part", "weigh"]
+__all__ = ["accumulate", "additions", "compute", "finish", "part", "weigh"]
 
 _SCALE = "scale the routing weights, or the result of all experts"
+_ADD = "add the rows at the tokens that the mask picks: y.index_add_(0, token, rows)"
+_WRITES = (
+    *("index_copy", "index_copy_", "index_fill", "index_fill_", "index_reduce", "index_reduce_"),
+    *("scatter", "scatter_", "scatter_reduce", "scatter_reduce_"),
+)
 _ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_")
 
 
@@ -59,10 +66,9 @@ def accumulate(b: Bindings) -> None:
     """Each expert adds rows at its own tokens, once, in a chain of additions that starts at zeros."""
     by_node: dict[Node, Pick] = {}
     for pick in b.picks:
-        users = users_through(
-            pick.token, lambda n: view_or_cast(n) or is_index_cast(n) or is_op(n, "expand", "expand_as")
-        )
-        adds = [user for user in users if is_op(user, *_ADDS)]
+        adds = additions(pick)
+        if not adds:
+            _explain_no_addition(pick)
         require(
             len(adds) == 1, f"expert {pick.expert} adds its rows to a result {len(adds)} times, not once", pick.token
         )
@@ -87,12 +93,53 @@ def accumulate(b: Bindings) -> None:
     b.bind(output=trailing_cast(last[0]), order=order)
 
 
+def additions(pick: Pick) -> list[Node]:
+    """The additions that read the tokens of a pick."""
+    return [user for user in users_through(pick.token, _same_tokens) if is_op(user, *_ADDS)]
+
+
+def _explain_no_addition(pick: Pick) -> None:
+    """Raise Miss where the rows are written, but otherwise, or at another list of tokens than the picked ones."""
+    users = users_through(pick.token, _same_tokens)
+    for user in users:
+        if is_op(user, *_WRITES) and strip(arg(user, "index"), _same_tokens) is strip(pick.token, _same_tokens):
+            raise Miss(f"expert {pick.expert} writes its rows by {op_name(user)}, which has no rule", user, _ADD)
+    for changed in filter(_is_list_of_tokens, users):
+        lists, pending = {changed}, [changed]
+        while pending:
+            for user in pending.pop().users:
+                if is_op(user, *_ADDS, *_WRITES) and not lists.isdisjoint(_places(user)):
+                    reason = f"expert {pick.expert} writes its rows at what {op_name(changed)} makes of its tokens"
+                    raise Miss(reason, changed, _ADD)
+                if user not in lists and (_is_list_of_tokens(user) or _same_tokens(user)):
+                    lists.add(user)
+                    pending.append(user)
+
+
+def _same_tokens(node: Node) -> bool:
+    """The list of tokens again, in another shape or integer dtype, or once for each column of the rows."""
+    return view_or_cast(node) or is_index_cast(node) or is_op(node, "expand", "expand_as")
+
+
+def _places(write: Node) -> list[Node]:
+    """The indices at which an operator writes."""
+    return list(write.args[1]) if is_op(write, "index_put", "index_put_") else [arg(write, "index")]  # type: ignore[arg-type]
+
+
+def _is_list_of_tokens(node: Node) -> bool:
+    """Integers that are computed of others, one a row: a part of a list of tokens, or the list plus a number."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in (torch.int32, torch.int64)
+
+
 def _check_place(b: Bindings, pick: Pick) -> None:
     """The addition is at the picked tokens, along the first dimension, and unscaled."""
     node = pick.adds
     assert node is not None
     if is_op(node, "index_add", "index_add_"):
-        place = node.args[1] == 0 and _is_token(pick, node.args[2]) and arg(node, "alpha") == 1
+        factor = arg(node, "alpha")
+        require(factor == 1, f"expert {pick.expert} adds its rows times alpha={factor}", node, _SCALE)
+        place = node.args[1] == 0 and _is_token(pick, node.args[2])
         pick.rows = node.args[3]  # type: ignore[assignment]
     elif is_op(node, "scatter_add", "scatter_add_"):
         place = node.args[1] == 0 and _is_token(pick, node.args[2], node)

@@ -22,6 +22,7 @@ from moe_compiler.passes.formulations.walk import (
     arg,
     is_cast,
     is_op,
+    rank_of,
     require,
     same_shape,
     shape_of,
@@ -100,9 +101,9 @@ def picks_of_mask(expert: int, mask: Node, letters: str) -> list[Pick]:
 
 
 def _drops_choice(user: Node, mask: Node, letters: str) -> bool:
-    """A view [T] of a mask [T, 1]."""
+    """A view [T] of a mask [T, 1]; `letters` name the dimensions of the mask."""
     shape = shape_of(mask)
-    one = len(letters) == 2 and shape[letters.index("k")] == 1 and len(shape_of(user)) == 1
+    one = "k" in letters and shape[letters.index("k")] == 1 and len(shape_of(user)) == 1
     return one and (view_or_cast(user) or (is_op(user, "select") and letters[user.args[1]] == "k"))  # type: ignore[index]
 
 
@@ -138,8 +139,8 @@ def _columns(nonzero: Node, count: int) -> list[Node | None]:
     for user in nonzero.users:
         if count == 1 and view_or_cast(user) and len(shape_of(user)) == 1:
             return [user]
-        if is_op(user, "select") and user.args[1] in (1, -1):
-            columns[user.args[2]] = user  # type: ignore[call-overload]
+        if is_op(user, "select") and user.args[1] in (1, -1) and isinstance(user.args[2], int):
+            columns[user.args[2]] = user
         elif is_op(user, "slice") and user.args[1] in (1, -1) and shape_of(user)[1] == 1:
             for squeezed in user.users:
                 if is_op(squeezed, "squeeze") and len(shape_of(squeezed)) == 1 and user.args[2] in range(count):
@@ -161,6 +162,7 @@ def match_one_each(index: Node, where: Node) -> Node:
     Masks of flattened ids [T * K] are of pairs, which is a Miss.
     """
     ids = strip_ids(index)
+    require(shape_of(ids) != (), "the masks are of one number, not of one for each token", where)
     *lead, k = shape_of(ids)
     require(
         not lead or k == 1,
@@ -198,6 +200,7 @@ def feeds_where(mask: Node) -> bool:
         for user in node.users:
             if is_op(user, *_WHERE, "nonzero") or _indexes_by(user, node):
                 return True
-            if _is_truth(user) or is_cast(user) or _is_same(user, node) or _drops_choice(user, node, "tk"):
+            same = _is_truth(user) or is_cast(user) or _is_same(user, node)
+            if same or (rank_of(node) == 2 and any(_drops_choice(user, node, order) for order in ("tk", "kt"))):
                 pending.append(user)
     return False

@@ -19,7 +19,7 @@ from moe_compiler.aliasing import alias_root, aliases_argument, mutated_argument
 from moe_compiler.moe_ir import RouterSpec, op_name
 from moe_compiler.passes.formulations.choice import Choice, read_choice
 from moe_compiler.passes.formulations.pairs import is_counting
-from moe_compiler.passes.formulations.topk import STAYS, Selection, is_last, read_selection
+from moe_compiler.passes.formulations.topk import STAYS, Selection, check_ties, is_last, read_selection
 from moe_compiler.passes.formulations.unsorted import check_order_is_free
 from moe_compiler.passes.formulations.walk import (
     arg,
@@ -70,7 +70,7 @@ def _score(node: Node, width: int | sympy.Expr) -> tuple[str, Node, torch.dtype]
     """(score function, its input, the dtype it is computed in) of scores in rows of `width`; "none" when of none."""
     if is_op(node, "softmax", "_softmax", "special_softmax"):
         rank = len(shape_of(node))
-        rows = arg(node, "dim") % rank == rank - 1 and shape_of(node)[-1] == width
+        rows = rank > 0 and arg(node, "dim") % rank == rank - 1 and shape_of(node)[-1] == width
         require(rows, "softmax over another dimension than the experts", node, STAYS)
         return "softmax", node.args[0], dtype_of(node)  # type: ignore[return-value]
     if is_op(node, "sigmoid", "special_expit"):
@@ -180,6 +180,7 @@ def _check_in_place(inner: Collection[Node]) -> None:
 def match_router(weights: Node, ids: Node, inside: Collection[Node] | None = None) -> Router:
     """Resolve (weights [.., K], ids [.., K]) to the router that made them; raises Miss when it is another rule."""
     selection = read_selection(ids)
+    check_ties(selection)
     w = weigh(weights, selection)
     chosen = _chosen_of(w.source, selection)
     if chosen is not None:

@@ -4,7 +4,10 @@
     sort, argsort                 descending, the first k of its results; ascending, the last k (in ascending order)
     max, argmax                   one expert a token, with or without a dimension of size 1 for it
 
-Of equal scores each of these operators names others; any of them is as good, so a block may run another of two equals.
+Of equal scores each of these operators names others. A top-k names any, so a block may run another of two equals; a
+raised router runs a top-k, or takes the first of equals where k is 1. A sort that is stable promises the order in which
+the scores stand, and the source may rely on it; one that is not has an order of its own. So a choice by sorting stays
+(`check_ties`), but for the first of a stable one.
 
 Its tensors may have any number of dimensions in front of the last one: rows of scores, rows of positions.
 """
@@ -29,10 +32,11 @@ from moe_compiler.passes.formulations.walk import (
     strip_ids,
 )
 
-__all__ = ["STAYS", "Selection", "is_last", "read_selection"]
+__all__ = ["STAYS", "Selection", "check_ties", "is_last", "read_selection"]
 
 STAYS = "the router stays with Inductor; the experts are rewritten all the same"
 
+_TOPK = "write torch.topk, which may take any of equal scores"
 _CHOOSE = "hand on the indices of a topk, sort or argmax over the scores as they are; a table of experts has no rule"
 
 
@@ -51,6 +55,12 @@ class Selection:
     k: int
     sorted: bool
     window: tuple[int, int] | None = None
+
+    @property
+    def stable(self) -> bool:
+        """Is the operator a sort that keeps equal entries in their order?"""
+        named = any(argument.name == "stable" for argument in self.node.target._schema.arguments)  # type: ignore[union-attr]
+        return named and bool(arg(self.node, "stable"))
 
     def has_values(self, node: Node) -> bool:
         """Does `node` hold the selected entries of `operand`?"""
@@ -83,6 +93,26 @@ def is_last(dim: object, tensor: Node) -> bool:
     """Does `dim` name the last dimension of a tensor?"""
     rank = len(shape_of(tensor))
     return isinstance(dim, int) and rank > 0 and dim % rank == rank - 1
+
+
+def check_ties(selection: Selection, what: str = "experts") -> None:
+    """Miss where a raised router would name others of equal scores than the sort that the source chooses by."""
+    node, k = selection.node, selection.k
+    if not is_op(node, "sort", "argsort"):
+        return
+    require(
+        selection.stable,
+        f"the {what} are chosen by a sort that is not stable: it puts equal scores in an order of its own, "
+        "in which no top-k takes them",
+        node,
+        _TOPK,
+    )
+    require(
+        k == 1 and bool(arg(node, "descending")),
+        f"the {what} are chosen by a stable sort: it keeps ties in their order, which a top-k does not promise",
+        node,
+        _TOPK,
+    )
 
 
 def _windowed(node: Node) -> tuple[Node, tuple[int, int] | None]:

@@ -1,7 +1,7 @@
 """An unsorted choice and its order: a raised router sorts, so nobody may read what only the old order makes right.
 
-Top-k with sorted=False, or the last columns of an ascending sort, name a token's experts in an order of their own. The
-block does not care. Who else reads the ids may only count them, or take them for a set.
+Top-k with sorted=False names a token's experts in an order of its own. The block does not care. Who else reads the ids
+may only count them, or take them for a set.
 """
 
 from __future__ import annotations

@@ -208,10 +208,12 @@ def is_index_cast(node: Node) -> bool:
 
 
 def is_zeros(node: object) -> bool:
-    """A new tensor of zeros."""
+    """A new tensor of zeros, also one that takes its shape from another and fills it."""
     if is_op(node, "full", "full_like", "new_full"):
         return arg(node, "fill_value") == 0
-    return is_op(node, "zeros", "zeros_like", "new_zeros")
+    if is_op(node, "fill"):
+        return arg(node, "value") == 0
+    return is_op(node, "zeros", "zeros_like", "new_zeros", "zero")
 
 
 def is_fresh(node: object) -> bool:

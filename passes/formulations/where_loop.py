@@ -3,7 +3,8 @@
     for e in range(E): t, j = where(ids == e); y[t] += w[t, j, None] * expert_e(x[t])
 
 The addition may be an index_add, an index_put that accumulates, or one that does not: a token picks an expert once.
-Ids of one expert a token may be [T]; the comparison itself may then be the index, y[ids == e] = ...
+The ids may be transposed: j, t = where(ids.T == e). Ids of one expert a token may be [T]; the comparison itself may
+then be the index, y[ids == e] = ...
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from moe_compiler.passes.formulations import loop
 from moe_compiler.passes.formulations.base import Bindings, Example, Formulation
 from moe_compiler.passes.formulations.one_hot_loop import Expert
 from moe_compiler.passes.formulations.pairs import match_choice
-from moe_compiler.passes.formulations.picks import complete, feeds_where, match_one_each, picks_of_mask
-from moe_compiler.passes.formulations.walk import arg, is_op, item_of, require, shape_of, strip_ids
+from moe_compiler.passes.formulations.picks import complete, feeds_where, match_one_each, picks_of_mask, reordered
+from moe_compiler.passes.formulations.walk import (
+    CASTS,
+    arg,
+    dtype_of,
+    is_op,
+    item_of,
+    rank_of,
+    require,
+    shape_of,
+    strip_ids,
+)
 
 __all__ = ["WHERE_LOOP"]
 
@@ -34,29 +45,50 @@ def _compared(node: Node) -> dict[Node, int]:
 
 
 def anchors(graph: Graph) -> list[Node]:
-    """Lists and matrices of integers that are compared with at least two constants."""
-    found = []
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        integers = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
-        if integers and value.dim() in (1, 2) and len(_compared(node)) > 1:
-            found.append(node)
-    return found
+    """Lists and matrices of integers, or of what these are cast to, that are compared with two constants or more."""
+    return [
+        node
+        for node in graph.nodes
+        if rank_of(node) in (1, 2)
+        and (_has_ids(node) or (is_op(node, *CASTS) and _has_ids(node.args[0])))  # type: ignore[arg-type]
+        and len(_compared(node)) > 1
+    ]
+
+
+def _has_ids(node: Node) -> bool:
+    return dtype_of(node) in (torch.int32, torch.int64)
+
+
+def _letters(ids: Node, expert: int, mask: Node) -> str:
+    """The dimensions of the compared ids: "kt" where they were transposed, and rows are added at the second index."""
+    if rank_of(ids) == 1:
+        return "t"
+    turned = reordered(ids, "tk") == "kt" and any(map(loop.additions, picks_of_mask(expert, mask, "kt")))
+    return "kt" if turned else "tk"
 
 
 def comparisons(b: Bindings) -> None:
     """Every expert's number is compared with the [T, K] ids, and where it is found is picked."""
     compared = _compared(b.anchor)
-    base = strip_ids(b.anchor)
+    require(
+        _has_ids(b.anchor),
+        f"the ids are compared as {dtype_of(b.anchor)}, not as the integers that they are",
+        b.anchor,
+        "compare the ids themselves: torch.where(ids == e)",
+    )
+    mask, expert = next(iter(compared.items()))
+    letters = _letters(b.anchor, expert, mask)
+    ids_at: Node = b.anchor.args[0] if letters == "kt" else b.anchor  # type: ignore[assignment]
+    base = strip_ids(ids_at)
     topk = item_of(base, 1, "topk")
     experts = max(compared.values()) + 1
-    if topk is not None:
-        width = shape_of(topk.args[0])[arg(topk, "dim")]
+    if topk is not None and shape_of(topk.args[0]):  # type: ignore[arg-type]
+        width = shape_of(topk.args[0])[arg(topk, "dim")]  # type: ignore[arg-type]
         require(width.is_Integer, "the number of experts is not a constant", topk)
         experts = int(width)
-    tokens, *choices = shape_of(b.anchor)
-    picks = [p for mask, expert in compared.items() for p in picks_of_mask(expert, mask, "tk" if choices else "t")]
-    ids = match_choice(b.anchor) if choices else match_one_each(b.anchor, b.anchor)
+    tokens, *choices = shape_of(ids_at)
+    picks = [p for mask, expert in compared.items() for p in picks_of_mask(expert, mask, letters)]
+    ids = match_choice(ids_at) if choices else match_one_each(b.anchor, b.anchor)
     pairs = (tokens, choices[0] if choices else sympy.Integer(1))
     b.bind(ids=ids, experts=experts, one_each=not choices, pairs=pairs)
     b.bind(picks=complete(picks, experts, b.anchor))

@@ -63,7 +63,8 @@ def _limited(choice: Tensor, groups: int, kept_groups: int, group_top: int, fill
     """choice [T,E] with `fill` outside of each token's best groups."""
     grouped = choice.unflatten(-1, (groups, -1))
     best = grouped.amax(-1) if group_top == 1 else grouped.topk(group_top, dim=-1).values.sum(-1)
-    kept = best.topk(kept_groups, dim=-1).indices
+    # Of equals topk takes any; an argmax, which a choice of one may be, takes the first.
+    kept = best.argmax(-1, keepdim=True) if kept_groups == 1 else best.topk(kept_groups, dim=-1).indices
     dropped = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
     return grouped.masked_fill(dropped.unsqueeze(-1), float(fill)).flatten(-2)
 
@@ -99,7 +100,7 @@ def route(
     choice = scores if bias is None else scores + bias
     if groups > 1:
         choice = _limited(choice, groups, kept_groups, group_top, fill)
-    # Of equals topk takes any; an argmax, which a router of one expert may be, takes the first.
+    # As of the groups, the first of equals where there is one.
     values, ids = choice.max(dim=-1, keepdim=True) if k == 1 else torch.topk(choice, k, dim=-1)
     if choice is not scores:
         values = scores.gather(-1, ids)

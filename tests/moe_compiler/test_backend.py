@@ -216,6 +216,8 @@ def test_without_any_one_pass_the_result_is_right_and_the_report_says_so(name):
     (report,) = new_reports(before)
     assert f'{name} is disabled by options["disable"]' in str(report)
     assert "no top-k" not in str(report)
+    launched = any(record.name == "lower" and record.rewrites for record in report.passes)
+    assert ("launches" in str(report)) == bool(report.schedule) == launched
 
 
 def test_a_block_that_matched_without_the_pass_that_raises_it_is_left_alone_for_that_reason(monkeypatch):

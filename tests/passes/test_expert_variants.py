@@ -275,8 +275,8 @@ def test_weights_before_a_down_projection_with_a_bias_are_refused(run):
 ACTIVATION_MISSES = {
     "gate is clamped from below, by -0.5": lambda g, u: F.silu(g.clamp(-0.5, 0.5)) * u.clamp(-0.5, 0.5),
     "up is clamped to -0.5..0.7": lambda g, u: F.silu(g.clamp(max=0.7)) * u.clamp(-0.5, 0.7),
-    "gate is clamped to 0.7, up to 0.5": lambda g, u: F.silu(g.clamp(max=0.7)) * u.clamp(-0.5, 0.5),
-    "gate is clamped to 0.7, up to None": lambda g, u: F.silu(g.clamp(max=0.7)) * u,
+    "gate is clamped to 0.7 and up is clamped to 0.5": lambda g, u: F.silu(g.clamp(max=0.7)) * u.clamp(-0.5, 0.5),
+    "gate is clamped to 0.7 and up is not clamped": lambda g, u: F.silu(g.clamp(max=0.7)) * u,
     "addcmul does not give a + a * b": lambda g, u: torch.addcmul(F.silu(g), F.silu(g), u, value=2.0),
     "the gate is added to its product": lambda g, u: torch.addcmul(u, u, F.silu(g)),
     "the same half": lambda g, u: F.silu(g) * g,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_compiler import last_reports
 from moe_compiler.testing import run_passes
 from tests.passes.numerics import compile_eager
 from tests.passes.spellings import Block, E, H, I, K
@@ -185,6 +186,53 @@ def test_a_lookalike_runs_as_it_is():
     module = Block(lambda b, x, logits: mixture_of_depths(b, x) + dense_ensemble(b, x))
     x = torch.randn(6, H)
     torch.testing.assert_close(compile_eager(module)(x), module(x))
+
+
+# Integers that are compared with a constant, which is neither a choice of tokens nor of experts.
+COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mask_of_rows": lambda x, ids: x.masked_fill((ids == 0)[:, None], 0.0),
+    "mask_of_columns": lambda x, ids: x.masked_fill(torch.arange(H) == 2, 0.0),
+    "best_column": lambda x, ids: (x.argmax(-1) == 0).float()[:, None] * x,
+    "where_of_three": lambda x, ids: torch.where((ids == 1)[:, None], x.exp(), torch.where((ids == 0)[:, None], x, 0)),
+    "counts": lambda x, ids: torch.stack([(ids == e).sum() for e in range(E)]) + (ids == 0).float().mean(),
+    "columns": lambda x, ids: x * (ids[:, None] == 1).float() + (ids[:, None] == 2).squeeze(1).float()[:, None],
+    "cube": lambda x, ids: x.view(2, 3, H).masked_fill((ids.view(2, 3, 1) == 0), 0.0),
+    "number": lambda x, ids: x * (ids[0] == 1) + (ids.sum() == 3) * (x.argmax() == 2),
+}
+
+
+def best_of_one(x: Tensor, ids: Tensor) -> Tensor:
+    """A top-k of a number, which has no dimension."""
+    best = torch.topk(x.sum(), 1, dim=0).indices.view(1)
+    return torch.where(best == 0)[0].sum() + torch.where(best == 1)[0].sum()
+
+
+COMPARISONS["best_of_one"] = best_of_one
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_integers_may_be_compared_for_anything(name):
+    x, ids = torch.randn(6, H), torch.randint(0, E, (6,))
+    compiled = torch.compile(COMPARISONS[name], backend="moepdl", fullgraph=True, options={"remainder": "eager"})
+    torch.testing.assert_close(compiled(x, ids), COMPARISONS[name](x, ids))
+    assert not last_reports()[-1].matches and not last_reports()[-1].errors
+
+
+def test_one_expert_a_token_by_masks_of_products_is_no_block():
+    """Each expert runs on all tokens, and a mask keeps the rows of its own: multiplied, or by where."""
+
+    def forward(x: Tensor, gate: Tensor, experts: Tensor, multiply: bool) -> Tensor:
+        best, out = F.linear(x, gate).argmax(-1), torch.zeros_like(x)
+        for e in range(E):
+            mask, rows = (best == e)[:, None], F.silu(F.linear(x, experts[e]))
+            out = out + mask.float() * rows if multiply else torch.where(mask, rows, out)
+        return out
+
+    operands = torch.randn(6, H), torch.randn(E, H), torch.randn(E, H, H)
+    for multiply in (True, False):
+        compiled = torch.compile(forward, backend="moepdl", fullgraph=True, options={"remainder": "eager"})
+        torch.testing.assert_close(compiled(*operands, multiply), forward(*operands, multiply))
+        assert not last_reports()[-1].matches
 
 
 # What the report says of each; "" where nothing in the graph chooses among scores, so that nothing is a candidate.

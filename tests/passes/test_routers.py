@@ -99,7 +99,6 @@ RULES: dict[str, tuple[Router, str]] = {
     "sigmoid_after": (sigmoid_after, "R7 top-k, sigmoid"),
     "sigmoid_before": (sigmoid_before, "sigmoid, top-k, renormalise"),
     "raw": (raw, "top-k"),
-    "by_sorting": (by_sorting, "R4 top-k, softmax"),
 }
 
 
@@ -180,7 +179,7 @@ def first_of_an_ascending_sort(b: Block, logits: Tensor) -> tuple[Tensor, Tensor
 
 
 def values_of_other_columns(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = logits.sort(dim=-1, descending=True)
+    values, ids = logits.topk(K + 1)
     return torch.sigmoid(values[:, 1 : K + 1]), ids[:, :K]
 
 
@@ -202,6 +201,7 @@ def over_all_tokens(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 STAYS: dict[str, tuple[Router, str]] = {
+    "by_sorting": (by_sorting, "by a sort that is not stable"),
     "normalized_by_length": (normalized_by_length, "something else than their own sum"),
     "over_tokens": (over_tokens, "softmax over another dimension"),
     "smallest": (smallest, "top-k takes the smallest"),
@@ -318,6 +318,68 @@ def test_one_weight_a_token_is_not_divided_by_the_sum_of_all():
     ):
         (match,) = raised_agrees(Single(router), torch.randn(37, H)).matches
         assert match.router == start and words in match.router_why
+
+
+def _sorted_choice(sort: Callable[[Tensor], tuple[Tensor, Tensor] | Tensor], k: int, last: bool = False) -> Router:
+    """A router of the first k columns of a sort of the scores, or of the last; or of an argsort."""
+
+    def route(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.softmax(logits, -1)
+        found = sort(scores)
+        ids = found if isinstance(found, Tensor) else found[1]
+        ids = ids[:, -k:] if last else ids[:, :k]
+        return scores.gather(1, ids), ids
+
+    return route
+
+
+def _first_group(b: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The best of each token's best group (of one expert), both by an argmax: of equals the first."""
+    scores = torch.softmax(logits, -1)
+    best = scores.unflatten(-1, (E, 1)).amax(-1).argmax(-1, keepdim=True)
+    dropped = torch.ones(logits.shape[0], E, dtype=torch.bool).scatter(1, best, False)
+    ids = scores.masked_fill(dropped, 0.0).argmax(-1, keepdim=True)
+    return scores.gather(1, ids), ids
+
+
+_STABLE, _UNSTABLE = "keeps ties in their order", "a sort that is not stable"
+TIES: dict[str, tuple[Router, str]] = {
+    "stable": (_sorted_choice(lambda s: torch.sort(s, dim=-1, descending=True, stable=True), K), _STABLE),
+    "stable_argsort": (_sorted_choice(lambda s: torch.argsort(s, dim=-1, descending=True, stable=True), K), _STABLE),
+    "stable_end": (_sorted_choice(lambda s: torch.sort(s, dim=-1, stable=True), K, last=True), _STABLE),
+    "stable_last": (_sorted_choice(lambda s: torch.sort(s, dim=-1, stable=True), 1, last=True), _STABLE),
+    "unstable": (_sorted_choice(lambda s: torch.sort(s, descending=True), K), _UNSTABLE),
+    "unstable_argsort": (_sorted_choice(lambda s: s.argsort(-1, descending=True), K), _UNSTABLE),
+    "unstable_first": (_sorted_choice(lambda s: s.argsort(-1, descending=True), 1), _UNSTABLE),
+    "stable_first": (_sorted_choice(lambda s: torch.sort(s, dim=-1, descending=True, stable=True), 1), ""),
+    "group_by_argmax": (_first_group, ""),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_a_sort_names_the_same_of_equal_scores_as_in_the_source(name):
+    """A gate of zeros, as it is initialised: all scores are equal."""
+    router, why = TIES[name]
+
+    class Returning(Block):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            weights, ids = router(self, F.linear(x, self.router))
+            flat, k = ids.reshape(-1), ids.shape[-1]
+            rows = x.repeat_interleave(k, 0).unsqueeze(-1)
+            gate, up = torch.bmm(self.gate_up[flat], rows).squeeze(-1).chunk(2, -1)
+            rows = torch.bmm(self.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+            return (rows * weights.reshape(-1, 1)).view(-1, k, H).sum(1), ids
+
+    module, x = Returning(lambda b, x, logits: x), torch.randn(37, H)
+    with torch.no_grad():
+        module.router.zero_()
+        ours, eager = compile_eager(module)(x), module(x)
+    (match,) = last_reports()[-1].matches
+    assert match.formulation == "batched_mm" and (match.router is None) == bool(why)
+    assert why in match.router_why and bool(match.router_why) == bool(why)
+    assert not why or "try: write torch.topk" in match.router_why
+    assert torch.equal(ours[1], eager[1])
+    torch.testing.assert_close(ours[0], eager[0])
 
 
 def test_of_equal_scores_any_may_be_chosen_and_its_expert_runs():

@@ -260,6 +260,41 @@ def deepseek_inference(b: Block, x: Tensor, logits: Tensor) -> Tensor:
     return y + b.shared(x)
 
 
+def loop_of(
+    b: Block,
+    x: Tensor,
+    logits: Tensor,
+    compared: Callable[[Tensor], Tensor] = lambda ids: ids,
+    zeros: Callable[[Tensor], Tensor] = torch.zeros_like,
+    choice_first: bool = False,
+) -> Tensor:
+    """A loop that compares what `compared` makes of the ids, and adds to what `zeros` makes of the tokens."""
+    weights, ids = choose(x, logits)
+    result, ids = zeros(x), compared(ids)
+    for e in range(E):
+        found = torch.where(ids == e)
+        token, choice = found[::-1] if choice_first else found
+        result.index_add_(0, token, b.experts[e](x[token]) * weights[token, choice, None])
+    return result
+
+
+def transposed_ids(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    return loop_of(b, x, logits, compared=lambda ids: ids.t(), choice_first=True)
+
+
+def stacked_and_transposed_ids(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    """The choices of all tokens one after another, [K, T], and only then transposed to [T, K]."""
+    return loop_of(b, x, logits, compared=lambda ids: torch.stack([ids[:, k] for k in range(K)]).t())
+
+
+def filled_with_zeros(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    return loop_of(b, x, logits, zeros=lambda x: torch.empty_like(x).fill_(0))
+
+
+def zeroed(b: Block, x: Tensor, logits: Tensor) -> Tensor:
+    return loop_of(b, x, logits, zeros=lambda x: torch.empty_like(x).zero_())
+
+
 PLAIN: dict[str, tuple[str, Callable[[Block, Tensor, Tensor], Tensor]]] = {
     "plain_steps": ("batched_mm", plain_steps),
     "int32": ("where_loop", integers(torch.int32)),
@@ -270,6 +305,10 @@ PLAIN: dict[str, tuple[str, Callable[[Block, Tensor, Tensor], Tensor]]] = {
     "masks_ket": ("one_hot_loop", masks((1, 2, 0), "ket")),
     "masks_tke": ("one_hot_loop", masks((0, 1, 2), "tke")),
     "deepseek_inference": ("where_loop", deepseek_inference),
+    "transposed_ids": ("where_loop", transposed_ids),
+    "stacked_and_transposed_ids": ("where_loop", stacked_and_transposed_ids),
+    "filled_with_zeros": ("where_loop", filled_with_zeros),
+    "zeroed": ("where_loop", zeroed),
 }
 
 
@@ -279,16 +318,41 @@ def test_another_way_of_writing_the_same_step_is_the_same(key):
     assert found(raised_agrees(Block(spelling), torch.randn(19, H))) == [name]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_ids_that_are_compared_in_another_dtype_are_named(dtype):
+    module = Block(lambda b, x, logits: loop_of(b, x, logits, compared=lambda ids: ids.to(dtype)))
+    module, x = module.requires_grad_(False), torch.randn(9, H)
+    torch.testing.assert_close(compile_eager(module)(x), module(x))
+    assert not last_reports()[-1].matches and f"the ids are compared as {dtype}" in reasons()
+
+
+def test_a_sum_that_starts_at_another_number_is_not_zeros():
+    module = Block(lambda b, x, logits: loop_of(b, x, logits, zeros=lambda x: torch.empty_like(x).fill_(1)))
+    module, x = module.requires_grad_(False), torch.randn(9, H)
+    torch.testing.assert_close(compile_eager(module)(x), module(x))
+    assert not last_reports()[-1].matches and "added to fill, not to zeros" in reasons()
+
+
 @pytest.mark.parametrize(
     ("words", "add"),
     [
         ("replaces rows", lambda y, t, rows: y.index_put((t,), rows)),
-        ("0 times, not once", lambda y, t, rows: y.scatter(0, t[:, None].expand(-1, H), rows)),
+        ("rows by scatter, which has no rule", lambda y, t, rows: y.scatter(0, t[:, None].expand(-1, H), rows)),
         ("another place", lambda y, t, rows: y.scatter_add(0, t[:, None].expand(-1, H // 2), rows)),
-        ("0 times, not once", lambda y, t, rows: y.scatter_reduce(0, t[:, None].expand(-1, H), rows, "amax")),
-        ("another place", lambda y, t, rows: y.index_add(0, t, rows, alpha=2)),
+        (
+            "rows by scatter_reduce, which has no rule",
+            lambda y, t, rows: y.scatter_reduce(0, t[:, None].expand(-1, H), rows, "amax"),
+        ),
+        ("rows by index_copy, which has no rule", lambda y, t, rows: y.index_copy_(0, t, rows)),
+        ("adds its rows times alpha=2", lambda y, t, rows: y.index_add(0, t, rows, alpha=2)),
+        ("what slice makes of its tokens", lambda y, t, rows: y.index_add_(0, t[:2], rows[:2])),
+        ("what remainder makes of its tokens", lambda y, t, rows: y.index_add_(0, t % 3, rows)),
+        ("what add makes of its tokens", lambda y, t, rows: F.pad(y, (0, 0, 0, 1)).index_add_(0, t + 1, rows)[:-1]),
     ],
-    ids=["index_put", "scatter", "half_of_the_columns", "scatter_reduce", "alpha"],
+    ids=[
+        *("index_put", "scatter", "half_of_the_columns", "scatter_reduce", "index_copy"),
+        *("alpha", "slice", "remainder", "offset"),
+    ],
 )
 def test_an_addition_of_another_kind_is_never_taken_for_one(words, add):
     def spelling(b: Block, x: Tensor, logits: Tensor) -> Tensor:
