@@ -290,6 +290,12 @@ def _check_router(router: Router, region: dict[Node, tuple[object, ...]], writes
     late = next((node for node in operands if writes.order[node] > writes.order[place]), None)
     if late is not None:
         raise Miss(f"{late.name}, which the router reads, is made after its choice", late)
+    # An argmax may stand behind the amax that gives its weight, and more behind that.
+    readers = () if router.weights is None else router.weights.users
+    early = [user for user in readers if user not in router.inner and writes.order[user] < writes.order[place]]
+    if early:
+        what = f"{early[0].name} reads the routing weights before the experts are chosen"
+        raise Miss(what, early[0], "choose the experts first: the largest score and its index by one max or topk")
 
 
 def _router_place(router: Router, region: dict[Node, tuple[object, ...]], order: dict[Node, int]) -> Node:

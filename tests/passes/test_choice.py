@@ -394,3 +394,32 @@ def test_a_choice_without_gradients_that_is_read_there_stays():
     module = Returning(read_inside)
     report = raised_agrees(module, torch.randn(19, H))
     assert "reads the ids inside of the grad-mode region" in report.matches[0].router_why
+
+
+class WeighedEarly(torch.nn.Module):
+    """The largest score is read, and changed, before the code asks whose it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 4, bias=False)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x_BSH).softmax(-1)
+        weights = (scores.amax(-1) + 0.25).view(-1, 1)
+        ids, x = scores.argmax(-1).view(-1, 1), x_BSH.view(-1, 8)
+        out = torch.zeros_like(x)
+        for e, (up, down) in enumerate(zip(self.experts, self.down, strict=True)):
+            t, n = torch.where(ids == e)
+            out = out.index_add(0, t, down(torch.nn.functional.silu(up(x[t]))) * weights[t, n, None])
+        return out.view_as(x_BSH)
+
+
+def test_weights_that_are_read_before_the_choice_keep_the_router_where_it_is():
+    torch.manual_seed(0)
+    module, x = WeighedEarly(), torch.randn(2, 7, 8)
+    compiled = torch.compile(module, backend=moepdl, options={"remainder": "eager"}, fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+    (match,) = last_reports()[-1].matches
+    assert match.router is None and match.router_why
