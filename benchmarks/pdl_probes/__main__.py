@@ -16,7 +16,7 @@ from benchmarks.pdl_probes.kernels import SLEEP_NS
 from benchmarks.timing import RESULTS, table, write
 from moe_compiler.demo import ignore_known_warnings
 
-PARTS = ("races", "edges", "progress", "remainder", "gluon", "gain")
+PARTS = ("races", "edges", "progress", "remainder", "remainder_gain", "gluon", "gain")
 
 
 def _shape(sizes: dict[str, int]) -> str:
@@ -60,7 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Medians of {progress.ROUNDS} replays of one graph; the dependents carry the attribute and wait.",
             f"A block that polls gives up after {progress.GIVE_UP_NS // 1000} us.",
         ),
-        "remainder": partial(_remainder, save, replays),
+        "remainder": lambda: save(
+            "pdl_inductor",
+            "The attribute outside of our chains",
+            remainder.rows(replays),
+            f"P9: both ways in one graph, {replays} replays, inputs that change; a value differs by more than 1e-3.",
+            "attribute: programmatic edges of the captured graph.",
+        ),
+        "remainder_gain": lambda: save(
+            "pdl_inductor_gain",
+            "What Inductor's attribute gains around a chain",
+            remainder.gain_rows(replays),
+            "norm, block, residual, norm; " + _shape(remainder.BLOCK),
+            "on: triton.enable_pdl for the kernels around the chain; the chain itself is the same in both.",
+        ),
         "gluon": lambda: save(
             "pdl_gluon",
             "The attribute and Gluon",
@@ -82,23 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed and "TimeoutError" in failed[-1]:
         os._exit(1)  # leaving in order would wait for the device
     return 1 if failed else 0
-
-
-def _remainder(save: Callable[..., None], replays: int) -> None:
-    save(
-        "pdl_inductor",
-        "The attribute outside of our chains",
-        remainder.rows(replays),
-        f"P9: both ways in one graph, {replays} replays, inputs that change; a value differs by more than 1e-3.",
-        "attribute: programmatic edges of the captured graph.",
-    )
-    save(
-        "pdl_inductor_gain",
-        "What Inductor's attribute gains around a chain",
-        remainder.gain_rows(replays),
-        "norm, block, residual, norm; " + _shape(remainder.BLOCK),
-        "on: triton.enable_pdl for the kernels around the chain; the chain itself is the same in both.",
-    )
 
 
 def _gain(save: Callable[..., None], replays: int, tokens: Sequence[int]) -> None:
