@@ -278,6 +278,14 @@ def laid_out(descriptor: TensorDescriptor) -> LaidOutDescriptor:
     return LaidOutDescriptor(descriptor.base, list(descriptor.shape), list(descriptor.strides), block, layout)
 
 
+def rows_box(rows: Tensor, tile: Tile) -> LaidOutDescriptor:
+    """A descriptor over rows [S,C] of a launch for a kernel with specialised warps, which `specialised` allows.
+
+    Unlike those of weights its address changes from run to run.
+    """
+    return laid_out(TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [tile.rows, tile.depth]))
+
+
 def specialised(rows: Tensor, depth: int, tile: Tile, experts: int, biases: Sequence[Vector]) -> bool:
     """Whether a kernel with specialised warps can take `rows`, row-major, and these biases (see `specialised`).
 

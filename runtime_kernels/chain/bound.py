@@ -35,7 +35,8 @@ _ALIGNMENT = 512
 class _Start:
     """One launch: `arguments` with the addresses at `places` still to be put in, from these slots.
 
-    scratch: whether triton allocates memory for the kernel at each launch.
+    boxes    the descriptors whose address is still to be put in: (place, its number among all descriptors, slot)
+    scratch  whether triton allocates memory for the kernel at each launch
     """
 
     kernel: str
@@ -45,6 +46,7 @@ class _Start:
     programs: int
     arguments: list[Any]
     places: list[tuple[int, int]]
+    boxes: list[tuple[int, int, int]]
     pdl: bool
     scratch: bool
 
@@ -53,6 +55,8 @@ class _Start:
         arguments = self.arguments.copy()
         for place, slot in self.places:
             arguments[place] = addresses[slot]
+        for place, _, slot in self.boxes:
+            arguments[place] = _at(arguments[place], addresses[slot])
         self.run(self.programs, 1, 1, stream, self.function, self.metadata, None, None, None, *arguments)
 
 
@@ -68,12 +72,19 @@ class _Block:
 class _Address:
     """Stands for a descriptor's tensor, which must not be kept alive."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._address = tensor.data_ptr()
-        self.dtype = tensor.dtype
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self._address = address
+        self.dtype = dtype
 
     def data_ptr(self) -> int:
         return self._address
+
+
+def _at(descriptor: Any, address: int) -> Any:
+    """A tensor descriptor that differs only in where its memory is."""
+    moved = copy.copy(descriptor)
+    moved.base = _Address(address, descriptor.base.dtype)
+    return moved
 
 
 class Bound:
@@ -138,7 +149,9 @@ class Bound:
 
     def _by_the_driver(self, slots: int) -> direct.Direct | None:
         launches = [
-            direct.Launch(start, start.function, [slot for _, slot in start.places], start.pdl)
+            direct.Launch(
+                start, start.function, [slot for _, slot in start.places], start.pdl, [box[1:] for box in start.boxes]
+            )
             for start in self._starts
         ]
         return direct.prepare(launches, slots)
@@ -199,22 +212,26 @@ class Binder:
     def _note(self, handle: Any, start: Start, fixed: set[int]) -> None:
         arguments: list[Any] = []
         places: list[tuple[int, int]] = []
+        boxes: list[tuple[int, int, int]] = []
+        descriptors = 0
         for place, operand in enumerate(start.operands):
-            base = operand.base if isinstance(operand, DESCRIPTORS) else operand
+            described = isinstance(operand, DESCRIPTORS)
+            base = operand.base if described else operand
             if operand is None:
                 arguments.append(None)
-            elif id(base) in self._slots and base is operand:
-                places.append((place, self._slots[id(base)]))
-                arguments.append(0)
-            elif id(base) not in fixed:
+            elif id(base) not in self._slots and id(base) not in fixed:
                 self._possible = False
                 return
-            elif base is operand:
-                arguments.append(base.data_ptr())
+            elif described:
+                if id(base) in self._slots:
+                    boxes.append((place, descriptors, self._slots[id(base)]))
+                descriptors += 1
+                arguments.append(_at(operand, base.data_ptr()))
+            elif id(base) in self._slots:
+                places.append((place, self._slots[id(base)]))
+                arguments.append(0)
             else:
-                descriptor = copy.copy(operand)
-                descriptor.base = _Address(base)
-                arguments.append(descriptor)
+                arguments.append(base.data_ptr())
         arguments += [*start.numbers, *start.constants.values(), start.pdl]
         told = handle.metadata
         scratch = bool(getattr(told, "global_scratch_size", 0) or getattr(told, "profile_scratch_size", 0))
@@ -227,6 +244,7 @@ class Binder:
                 programs=start.programs,
                 arguments=arguments,
                 places=places,
+                boxes=boxes,
                 pdl=start.pdl,
                 scratch=scratch,
             )
@@ -239,12 +257,11 @@ class Binder:
             return None
         inner = [block for block in range(len(self._blocks)) if block not in given]
         offsets, size = _pack([self._blocks[block] for block in inner])
-        order = {block: slot for slot, block in enumerate([*given, *inner], start=len(self._inputs))}
+        order = {slot: slot for slot in range(len(self._inputs))}
+        order |= {block + len(order): slot for slot, block in enumerate([*given, *inner], start=len(order))}
         for start in self._starts:
-            start.places = [
-                (place, slot if slot < len(self._inputs) else order[slot - len(self._inputs)])
-                for place, slot in start.places
-            ]
+            start.places = [(place, order[slot]) for place, slot in start.places]
+            start.boxes = [(place, number, order[slot]) for place, number, slot in start.boxes]
         shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
         return Bound(self._starts, self._inputs, shapes, offsets, size, self._trace.constants)
 

@@ -3,7 +3,8 @@
 A launch through triton goes through Python for each argument, and encodes a tensor descriptor anew each time. Here what
 the kernel is given is read off once: the launch is captured by the driver, unexecuted, with a mark in the place of
 each address that changes, and the captured node says which bytes the kernel's parameters are. From then on a run
-writes its addresses into one array, which the parameters of all launches point into, and calls cuLaunchKernelEx.
+writes its addresses into one array, which the parameters of all launches point into, gives the tensor descriptors of
+activations theirs, and calls cuLaunchKernelEx.
 
 What the driver does not tell is not guessed: `prepare` then returns None, and the launches stay triton's.
 """
@@ -19,23 +20,37 @@ from typing import Any
 
 from moe_compiler.runtime_kernels import cuda_driver as cuda
 
-__all__ = ["MARK", "Direct", "Launch", "Prepared", "capture_stream", "prepare"]
+__all__ = ["Direct", "Launch", "Prepared", "capture_stream", "mark", "prepare", "slot_of"]
 
-# No address: those of devices have 48 bits or fewer. A mark and a slot's number are told apart by the low half.
-MARK = 0x5A5A5A5A << 32
+# No address: those of devices have 48 bits or fewer. Yet an address to the driver, which takes 57 bits for a descriptor.
+_MARK = 0xA5A5A5 << 32
+# A descriptor's memory begins at a multiple of 16 bytes.
+_SPACING = 16
 # A tensor descriptor lies at a multiple of 64 bytes, by the driver's rule; a compiler may ask for 128.
 _ALIGNMENT = 128
+_DESCRIPTOR = 128
+
+
+def mark(slot: int) -> int:
+    """What stands for the address of a slot where a launch is only looked at."""
+    return _MARK + slot * _SPACING
+
+
+def slot_of(value: int) -> int | None:
+    """The slot that a mark stands for; None for what is no mark."""
+    return (value - _MARK) // _SPACING if value & ~0xFFFFFFFF == _MARK else None
 
 
 @dataclass(frozen=True)
 class Prepared:
     """One launch as the driver makes it: its configuration, the kernel's CUfunction, where its parameters lie, their
-    sizes in bytes, and what keeps them alive."""
+    sizes in bytes, which of them are descriptors of what slots, and what keeps them alive."""
 
     config: cuda.LaunchConfig
     function: int
     parameters: Any
     sizes: tuple[int, ...]
+    boxes: tuple[tuple[int, int], ...]
     copies: _Copies
 
     def content(self, parameters: Any = None) -> list[bytes]:
@@ -58,15 +73,22 @@ class Direct:
         self._memory = memory
         self._stream = 0
         self.lock = threading.Lock()
-        self._launch = cuda.function("cuLaunchKernelEx")
+        self._launch, self._replace = (cuda.function(n) for n in ("cuLaunchKernelEx", "cuTensorMapReplaceAddress"))
+        self._boxes = [
+            (ctypes.c_void_p(launch.parameters[index]), slot) for launch in launches for index, slot in launch.boxes
+        ]
         self._calls = [
             (ctypes.byref(launch.config), ctypes.c_void_p(launch.function), launch.parameters, None)
             for launch in launches
         ]
 
     def write(self, addresses: list[int]) -> None:
-        """Put the addresses of all slots where the parameters point to. Only with the lock."""
+        """Put the addresses of all slots where the parameters point to. Only with the lock. Raises DriverError."""
         self._memory[: self.slots] = addresses
+        for place, slot in self._boxes:
+            status = self._replace(place, ctypes.c_void_p(addresses[slot]))
+            if status:
+                cuda.check(status, "give a tensor descriptor its address")
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         """Raises cuda_driver.DriverError, naming the driver's answer."""
@@ -93,12 +115,14 @@ class Launch:
     function  the kernel's CUfunction
     given     the slots whose addresses are parameters of it, each as often as it is one
     pdl       whether it is launched programmatically
+    boxes     (number among its descriptors, slot) of each tensor descriptor whose address changes
     """
 
     make: Callable[[list[int], int], None]
     function: int
     given: Sequence[int]
     pdl: bool
+    boxes: Sequence[tuple[int, int]] = ()
 
 
 def prepare(launches: Sequence[Launch], slots: int) -> Direct | None:
@@ -106,7 +130,7 @@ def prepare(launches: Sequence[Launch], slots: int) -> Direct | None:
 
     Nothing is executed. The current stream must not be capturing.
     """
-    marks = [MARK + slot for slot in range(slots)]
+    marks = [mark(slot) for slot in range(slots)]
     memory = (ctypes.c_uint64 * slots)()
     prepared = []
     try:
@@ -176,13 +200,19 @@ def _read(node: int, launch: Launch, memory: Any) -> Prepared | None:
     given = []
     for index, size in enumerate(sizes):
         source = read.parameters[index]
-        value = ctypes.c_uint64.from_address(source).value if size == 8 else 0
-        if value & ~0xFFFFFFFF == MARK:
-            given.append(value - MARK)
-            pointers[index] = ctypes.addressof(memory) + 8 * given[-1]
+        slot = slot_of(ctypes.c_uint64.from_address(source).value) if size == 8 else None
+        if slot is not None:
+            given.append(slot)
+            pointers[index] = ctypes.addressof(memory) + 8 * slot
         else:
             pointers[index] = kept.copy(source, size)
     if sorted(given) != sorted(launch.given):
+        return None
+    descriptors = [index for index, size in enumerate(sizes) if size == _DESCRIPTOR]
+    if any(number >= len(descriptors) for number, _ in launch.boxes):
+        return None
+    boxes = tuple((descriptors[number], slot) for number, slot in launch.boxes)
+    if not all(_describes(pointers[index], mark(slot)) for index, slot in boxes):
         return None
     config = cuda.LaunchConfig(grid=read.grid, block=read.block, shared=read.shared)
     if launch.pdl:
@@ -190,7 +220,15 @@ def _read(node: int, launch: Launch, memory: Any) -> Prepared | None:
         attribute.value[0] = 1
         config.attributes = ctypes.pointer(attribute)
         config.count = 1
-    return Prepared(config, launch.function, pointers, tuple(sizes), kept)
+    return Prepared(config, launch.function, pointers, tuple(sizes), boxes, kept)
+
+
+def _describes(place: int, address: int) -> bool:
+    """Whether a tensor descriptor of memory at `address` lies at `place`: to give it that address changes nothing."""
+    before = ctypes.string_at(place, _DESCRIPTOR)
+    replace = cuda.function("cuTensorMapReplaceAddress")
+    cuda.check(replace(ctypes.c_void_p(place), ctypes.c_void_p(address)), "give a tensor descriptor its address")
+    return ctypes.string_at(place, _DESCRIPTOR) == before
 
 
 class _Copies:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from moe_compiler.runtime_kernels import cuda_driver as cuda
-from moe_compiler.runtime_kernels.chain.direct import MARK, Direct, Prepared, capture_stream
+from moe_compiler.runtime_kernels.chain.direct import Direct, Prepared, capture_stream, mark
 
 __all__ = ["LaunchGraph", "prepare_graph"]
 
@@ -68,7 +68,7 @@ def prepare_graph(direct: Direct) -> LaunchGraph | None:
             begin, end = cuda.function("cuStreamBeginCapture_v2"), cuda.function("cuStreamEndCapture")
             cuda.check(begin(stream, ctypes.c_int(cuda.CAPTURE_RELAXED)), "begin to capture launches")
             try:
-                direct([MARK + slot for slot in range(direct.slots)], stream.value or 0)
+                direct([mark(slot) for slot in range(direct.slots)], stream.value or 0)
             finally:
                 status = end(stream, ctypes.byref(graph))
             cuda.check(status, "end the capture of launches")

@@ -19,6 +19,7 @@ from moe_compiler.runtime_kernels.launching import (
     multiprocessors,
     power_of_two,
     precision,
+    rows_box,
     specialised,
     start,
     tile_for,
@@ -77,7 +78,7 @@ def scatter_product(
                 "STAGES": tile.stages,
             }
             boxes = [laid_out(matrix) for matrix in boxes]
-            operands = (left, perm, starts, boxes[0], boxes[1] if len(parts) == 2 else None, bias.operand, pairs)
+            operands = (rows_box(left, tile), perm, starts, boxes[0], boxes[1] if len(parts) == 2 else None, bias.operand, pairs)
             programs = multiprocessors(pairs.device)
             start(scatter_product_specialised_kernel, programs, operands, (rows,), sizes, pdl=pdl, warps=tile.warps)
             return

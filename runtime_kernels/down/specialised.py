@@ -7,8 +7,9 @@ owns 64 of a tile's 128 rows and all of its columns, and the two need not keep s
 go through shared memory in two halves to reach the scattered rows in pieces of 256 bytes, the other has the tensor
 cores to itself.
 
-Rows arrive by each thread's asynchronous copies, matrices by the tensor memory accelerator. What a stage holds is
-handed over by a pair of barriers: `full` counts the loads that arrived, `empty` the warpgroups that have read it.
+Rows and matrices arrive through the tensor memory accelerator: an expert's rows lie together, so a tile of them is a
+box, whose rows past the expert's last are loaded and not stored. What a stage holds is handed over by a pair of
+barriers: `full` counts the bytes that arrived, `empty` the warpgroups that have read them.
 
 Triton's language has no way to say this (it orders a program's steps itself), so the file is written in Gluon, the
 language below it that ships with it. Sorted rows and "expert" E are as in `device`. The first matmul keeps to
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -31,14 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Copies from global to shared memory, by the tensor memory accelerator and by each thread. Later tritons renamed both.
+# A copy from global to shared memory by the tensor memory accelerator. Later tritons renamed it.
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-copy_pieces = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 # Rows of a tile, and of the half that a multiplying warpgroup owns.
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
-# Threads of the warpgroup that loads; each tells of its own copies.
-LOADERS = gl.constexpr(128)
 
 
 @gluon.jit
@@ -116,24 +113,19 @@ def load_tiles(
     STEPS: gl.constexpr = K // BK
     end, upto = expert_tiles(starts, S, E, E_POW2)
     tiles = gl.max(upto, 0)
-    # 16 bytes a copy, a row of a stage from neighbouring threads.
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
-    k = gl.arange(0, BK, layout=gl.SliceLayout(0, COPY))
     done = 0
     for index in range(gl.program_id(0), tiles * WIDTH, gl.num_programs(0)):
-        expert, first, last, column = tile_at(index, tiles, end, upto, WIDTH, GROUP)
+        expert, first, _last, column = tile_at(index, tiles, end, upto, WIDTH, GROUP)
         if expert < E:
-            source = gl.expand_dims(left + (first + r).to(gl.int64) * (PARTS * K), 1) + gl.expand_dims(k, 0)
-            keep = gl.expand_dims(first + r < last, 1) & gl.expand_dims(k < BK, 0)
             n = column * BN
             for step in range(PARTS * STEPS):
                 stage = done % STAGES
                 mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
                 arrived = full.index(stage)
                 matrix = matrix_of.index(stage)
-                mbarrier.expect(arrived, BN * BK * 2)
+                mbarrier.expect(arrived, (ROWS + BN) * BK * 2)
                 k0 = step * BK
+                load_box(left, [first, k0], arrived, rows_of.index(stage))
                 if PARTS == 1:
                     load_box(first_part, [expert * BOX + n, k0] if INNER else [expert * BOX + k0, n], arrived, matrix)
                 else:
@@ -144,8 +136,6 @@ def load_tiles(
                         k1 = k0 - K
                         at = [expert * BOX + n, k1] if INNER else [expert * BOX + k1, n]
                         load_box(second_part, at, arrived, matrix)
-                copy_pieces(rows_of.index(stage), source + step * BK, mask=keep)
-                async_copy.mbarrier_arrive(arrived, increment_count=False)
                 done += 1
 
 
@@ -176,8 +166,6 @@ def multiply_rows(
             for step in range(STEPS):
                 stage = done % STAGES
                 mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-                # The rows were copied by ordinary means; the tensor cores read past those.
-                fence_async_shared()
                 rows = rows_of.index(stage).slice(HALF_OF * HALF, HALF)
                 matrix = matrix_of.index(stage)
                 state = warpgroup_mma(rows, matrix.permute((1, 0)) if INNER else matrix, state, is_async=True)
@@ -202,8 +190,7 @@ def stage_barriers(STAGES: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # The matrix's bytes are announced once; each loading thread tells of its copies.
-        mbarrier.init(full.index(stage), count=LOADERS + 1)
+        mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     return full, empty
@@ -289,6 +276,7 @@ def scatter_product_specialised_kernel(
 ):
     """pairs[perm[r]] as `scatter_product_kernel` makes it, to the bit. Grid: any number of programs.
 
+    left                      a tensor descriptor of [rows, PARTS * K] with boxes of [ROWS, BK]
     first_part, second_part   tensor descriptors over the stored rows of all experts, BOX rows an expert, with boxes of
                               [BN, BK] when INNER (stored rows run over N), else [BK, BN]
     """

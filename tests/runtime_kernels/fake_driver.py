@@ -134,6 +134,12 @@ class Driver:
         self.open.remove("executable")
         return 0
 
+    def cuTensorMapReplaceAddress(self, descriptor, address):
+        """A descriptor begins with the address of what it describes."""
+        if not self.answer:
+            ctypes.c_uint64.from_address(descriptor.value).value = address.value
+        return self.answer
+
     def cuGetErrorName(self, status, text):
         text._obj.value = b"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
         return 0
@@ -151,6 +157,28 @@ def two_launches(driver: Driver) -> list[direct.Launch]:
         second.launched_by_triton(driver, addresses[1], addresses[1], 0)
 
     return [direct.Launch(make_first, 11, [2, 0], pdl=False), direct.Launch(make_second, 12, [1, 1], pdl=True)]
+
+
+def described(address: int) -> bytes:
+    """A tensor descriptor of memory there."""
+    return word(address) + CONSTANT[8:]
+
+
+def boxed_launches(driver: Driver, number: int = 1) -> list[direct.Launch]:
+    """Slot 0, a descriptor that stays, one of slot 1; then one of slot 0. number: which one is said to be of slot 1."""
+    first, second = Kernel(11, [8, 128, 128]), Kernel(12, [128])
+    driver.kernels = {11: first, 12: second}
+
+    def make_first(addresses, stream):
+        first.launched_by_triton(driver, addresses[0], CONSTANT, described(addresses[1]))
+
+    def make_second(addresses, stream):
+        second.launched_by_triton(driver, described(addresses[0]))
+
+    return [
+        direct.Launch(make_first, 11, [0], pdl=False, boxes=[(number, 1)]),
+        direct.Launch(make_second, 12, [], pdl=True, boxes=[(0, 0)]),
+    ]
 
 
 def word(value: int, size: int = 8) -> bytes:

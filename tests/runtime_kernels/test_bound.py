@@ -19,6 +19,9 @@ from moe_compiler.runtime_kernels.chain import bound, launcher
 from moe_compiler.runtime_kernels.chain.prepared import PreparedBuffer, prepare
 
 
+BOXED = {"tokens": 1000, "experts": 4, "hidden": 64, "inner": 64, "dtype": torch.bfloat16}
+
+
 class Handle:
     """A compiled kernel that notes what it is started with."""
 
@@ -97,20 +100,24 @@ def roles(starts, inputs, outputs):
     def role(argument):
         if isinstance(argument, int) and argument > 1 << 30:
             return known.get(argument) or inner.setdefault(argument, f"buffer {len(inner)}")
-        return repr(argument) if not hasattr(argument, "base") else ("box", argument.base.data_ptr(), argument.shape)
+        return ("box", role(argument.base.data_ptr()), *argument.shape) if hasattr(argument, "base") else repr(argument)
 
     return [tuple(map(role, arguments)) for _, arguments in starts]
 
 
-@pytest.mark.parametrize("tokens", [3, 37, 3000])
+# The last one has rows enough for specialised warps, which take an activation by a descriptor.
+@pytest.mark.parametrize("sizes", [{"tokens": 3}, {"tokens": 37}, {"tokens": 3000}, BOXED], ids=str)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_second_run_makes_the_same_launches_on_its_own_operands(make_block, started, apart, tokens, direction):
-    block = make_block(tokens=tokens, layout="packed").detached()
+def test_a_second_run_makes_the_same_launches_on_its_own_operands(make_block, started, apart, sizes, direction):
+    block = make_block(**sizes, layout="packed").detached()
     make, write = (forward_inputs, forward_program) if direction == "forward" else (backward_inputs, backward_program)
     text, first = write(block).to_text(), make(block)
     one = launcher.run(first, text)
     assert {kind for kind, _ in started} == {"long"}
     want = roles(started, first, one)
+    boxes = {role for start in want for role in start if isinstance(role, tuple)}
+    rows = sizes["tokens"] * block.ids.shape[1]
+    assert any(role[2] == rows and role[1].startswith("buffer") for role in boxes) == (sizes is BOXED)
     started.clear()
     second = fresh(first)
     two = launcher.run(second, text)

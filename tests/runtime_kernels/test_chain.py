@@ -17,12 +17,19 @@ ops = torch.ops.moepdl
 ATTRS = {"activation": "silu", "gated": True}
 
 
+def _sizes(block) -> tuple[int, str, str]:
+    """(experts, hidden, inner) of a block with k = 2; the latter two as a program spells them."""
+    down = block.down[0]
+    return down.shape[0] if down.dim() == 3 else len(block.down), str(down.shape[-2]), str(down.shape[-1])
+
+
 def forward_program(block) -> Program:
     """order, gate_up, down, combine; up to 4 tokens the two kernels that do not sort."""
     dtype = str(block.dtype).removeprefix("torch.")
+    experts, hidden, inner = _sizes(block)
     weights = {"gate": "gate", "up": "up"}
     sorted_launches = (
-        Launch("order", {"ids": "ids"}, {"perm": "perm", "starts": "starts"}, {"num_experts": 5}),
+        Launch("order", {"ids": "ids"}, {"perm": "perm", "starts": "starts"}, {"num_experts": experts}),
         Launch(
             "gate_up",
             {"x": "x", "weights": None, "perm": "perm", "starts": "starts", **weights},
@@ -41,13 +48,13 @@ def forward_program(block) -> Program:
             "down_few", {"act": "act", "ids": "ids", "weights": "w", "down": "down"}, {"y": "y"}, {"dtype": dtype}, True
         ),
     )
-    y = Buffer(("T", "12"), dtype)
-    act = Buffer(("2*T", "7"), dtype)
+    y = Buffer(("T", hidden), dtype)
+    act = Buffer(("2*T", inner), dtype)
     lots = {
         "perm": Buffer(("2*T",), "int32"),
-        "starts": Buffer(("6",), "int32"),
+        "starts": Buffer((str(experts + 1),), "int32"),
         "act": act,
-        "pairs": Buffer(("T*2", "12"), dtype),
+        "pairs": Buffer(("T*2", hidden), dtype),
         "y": y,
     }
     return Program(
@@ -65,6 +72,7 @@ def _lists(block):
 
 def backward_program(block, pdl: bool = True) -> Program:
     dtype = str(block.dtype).removeprefix("torch.")
+    _, hidden, inner = _sizes(block)
     order = {"perm": "perm", "starts": "starts"}
     projections = {"gate": "gate", "up": "up"}
     launches = (
@@ -99,10 +107,10 @@ def backward_program(block, pdl: bool = True) -> Program:
     )
     buffers = {
         "grad_preact": Buffer(like="preact"),
-        "act": Buffer(("2*T", "7"), dtype),
+        "act": Buffer(("2*T", inner), dtype),
         "grad_w": Buffer(("T", "2"), "float64" if dtype == "float64" else "float32"),
-        "pairs": Buffer(("2*T", "12"), dtype),
-        "grad_x": Buffer(("T", "12"), dtype),
+        "pairs": Buffer(("2*T", hidden), dtype),
+        "grad_x": Buffer(("T", hidden), dtype),
         "grad_gate": Buffer(like="gate"),
         "grad_up": Buffer(like="up"),
         "grad_down": Buffer(like="down"),

@@ -8,7 +8,7 @@ import pytest
 
 from moe_compiler.runtime_kernels import cuda_driver as cuda
 from moe_compiler.runtime_kernels.chain import direct
-from tests.runtime_kernels.fake_driver import CONSTANT, Driver, two_launches, word
+from tests.runtime_kernels.fake_driver import CONSTANT, Driver, boxed_launches, described, two_launches, word
 
 
 @pytest.fixture
@@ -29,6 +29,39 @@ def test_a_launch_reads_the_addresses_of_its_run_and_the_constants_of_the_first(
             (11, 5, stream, False, [CONSTANT, a, c, word(3, 4)]),
             (12, 7, stream, True, [b, b, word(0)]),
         ]
+
+
+def test_descriptors_of_activations_follow_the_addresses_of_the_run(driver):
+    run = direct.prepare(boxed_launches(driver), 2)
+    assert run is not None
+    for addresses in ([0x7F00_0000_1000, 0x7F00_0000_2000], [512, 1024]):
+        driver.launches.clear()
+        run(addresses, 21)
+        assert [launch[-1] for launch in driver.launches] == [
+            [word(addresses[0]), CONSTANT, described(addresses[1])],
+            [described(addresses[0])],
+        ]
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["one that stays", "one that is not there"])
+def test_a_descriptor_that_is_not_of_its_slot_is_left_to_triton(driver, number):
+    assert direct.prepare(boxed_launches(driver, number), 2) is None
+    assert not driver.launches and not driver.open
+
+
+def test_an_address_that_no_descriptor_takes_is_told(driver):
+    run = direct.prepare(boxed_launches(driver), 2)
+    driver.answer = 1
+    with pytest.raises(cuda.DriverError, match="give a tensor descriptor its address"):
+        run([512, 1024], 0)
+    assert not driver.launches
+
+
+def test_marks_are_no_addresses_of_memory_but_ones_that_a_descriptor_takes():
+    marks = [direct.mark(slot) for slot in range(300)]
+    assert [direct.slot_of(value) for value in marks] == [*range(300)]
+    assert all(1 << 48 < value < 1 << 57 and value % 16 == 0 for value in marks)
+    assert direct.slot_of(0x7F00_0000_1000) is None and direct.slot_of(0) is None
 
 
 def test_constants_are_aligned_as_descriptors_must_be(driver, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from moe_compiler.runtime_kernels import cuda_driver as cuda
 from moe_compiler.runtime_kernels.chain import direct
 from moe_compiler.runtime_kernels.chain.graph import prepare_graph
-from tests.runtime_kernels.fake_driver import CONSTANT, Driver, Kernel, two_launches, word
+from tests.runtime_kernels.fake_driver import CONSTANT, Driver, Kernel, boxed_launches, described, two_launches, word
 
 ADDRESSES = [0x7F00_0000_1000, 0x7F00_0000_2000, 0x7F00_0000_3000]
 
@@ -30,6 +30,14 @@ def test_one_launch_runs_all_kernels_with_the_addresses_of_the_run(driver, backw
     a, b, c = map(word, ADDRESSES)
     assert driver.graphs == [(21, [[CONSTANT, a, c, word(3, 4)], [b, b, word(0)]])]
     assert not driver.launches and driver.updates == 2
+
+
+def test_descriptors_of_activations_follow_the_addresses_of_the_run(driver):
+    run = prepare_graph(direct.prepare(boxed_launches(driver), 2))
+    for addresses in (ADDRESSES[:2], [512, 1024]):
+        run(addresses, 21)
+        a, b = addresses
+        assert driver.graphs[-1] == (21, [[word(a), CONSTANT, described(b)], [described(a)]])
 
 
 def test_nodes_are_told_anew_only_when_an_address_has_changed(driver):
