@@ -22,7 +22,7 @@ from moe_compiler.runtime_kernels import cuda_driver as cuda
 
 __all__ = ["Direct", "Launch", "Prepared", "capture_stream", "mark", "prepare", "slot_of"]
 
-# No address: those of devices have 48 bits or fewer. Yet an address to the driver, which takes 57 bits for a descriptor.
+# No address: those of devices have 48 bits or fewer. Yet one that the driver puts into a descriptor, which has 57.
 _MARK = 0xA5A5A5 << 32
 # A descriptor's memory begins at a multiple of 16 bytes.
 _SPACING = 16

@@ -78,15 +78,22 @@ def scatter_product(
                 "STAGES": tile.stages,
             }
             boxes = [laid_out(matrix) for matrix in boxes]
-            operands = (rows_box(left, tile), perm, starts, boxes[0], boxes[1] if len(parts) == 2 else None, bias.operand, pairs)
+            operands = (
+                rows_box(left, tile),
+                perm,
+                starts,
+                boxes[0],
+                boxes[1] if len(parts) == 2 else None,
+                bias.operand,
+                pairs,
+            )
             programs = multiprocessors(pairs.device)
             start(scatter_product_specialised_kernel, programs, operands, (rows,), sizes, pdl=pdl, warps=tile.warps)
             return
         return scatter_product(pairs, left, perm, starts, parts, inner, tile.instead, pdl, bias)
     first, second = parts[0][1], parts[-1][1]
     strides = [(m.inner, m.out) if inner else (m.out, m.inner) for m in (first, second)]
-    matrices = boxes or [what.operand for _, what in parts]
-    second_part = matrices[1] if len(parts) == 2 else None
+    given = boxes or [what.operand for _, what in parts]
     tiles = slots(rows, experts, tile.rows)
     constants = {
         "E": experts,
@@ -118,7 +125,7 @@ def scatter_product(
     start(
         scatter_product_kernel,
         tiles * -(-columns // tile.cols),
-        (left, perm, starts, matrices[0], second_part, bias.operand, pairs),
+        (left, perm, starts, given[0], given[1] if len(parts) == 2 else None, bias.operand, pairs),
         (rows, tiles),
         constants,
         pdl=pdl,

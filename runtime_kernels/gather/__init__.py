@@ -1,0 +1,1 @@
+"""The row of each (token, expert) pair, put where its expert reads it."""
