@@ -143,21 +143,6 @@ _KERNELS = _table(
             lists=("gate", "up", "gate_bias", "up_bias"),
         ),
     ),
-    # (x [T,H], weights [T,k], perm) -> rows [S,H] in sorted row order;  attrs: k
-    Kernel("gather", "gather", Traits(reads=("x", "weights", "perm"), writes=("rows",), optional_reads=("weights",))),
-    # As gate_up, of rows that have been gathered;  attrs: activation, gated, save
-    Kernel(
-        "gate_up_rows",
-        "gate_up",
-        Traits(
-            reads=("rows", "starts", "gate", "up", "gate_bias", "up_bias"),
-            writes=("act", "preact"),
-            weights=("gate", "up", "gate_bias", "up_bias"),
-            optional_reads=("gate_bias", "up_bias"),
-            optional_writes=("preact",),
-            lists=("gate", "up", "gate_bias", "up_bias"),
-        ),
-    ),
     # -> act [S,I] in PAIR order, without a sort;  attrs: activation, gated
     Kernel(
         "gate_up_few",

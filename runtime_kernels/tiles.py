@@ -14,7 +14,7 @@ __all__ = ["HOPPER_MULTIPROCESSORS", "TABLES", "Tile", "TileTable", "choose_tile
 
 HOPPER_MULTIPROCESSORS = 132
 # Experts whose rows the kernels with specialised warps keep in registers, the group of none among them.
-_SPECIALISED_EXPERTS = 256
+_SPECIALISED_EXPERTS = 512
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TileTable:
 
     few     (largest mean number of rows an expert, tile), smallest first
     many    beyond, from compute capability 9.0 on; older: beyond, before it
-    hopper  on capability 9.0 itself: (rows beyond which, tile) of the kernel with specialised warps, smallest first
+    hopper  on capability 9.0 itself, instead of `many`: as `few`, the last one without a limit
     single  float32: as `few`, the last one without a limit
     """
 
@@ -59,20 +59,15 @@ class TileTable:
     many: Tile
     older: Tile
     single: tuple[tuple[int | None, Tile], ...]
-    hopper: tuple[tuple[int, Tile], ...] = ()
+    hopper: tuple[tuple[int | None, Tile], ...] = ()
 
     def ranges(self, dtype: torch.dtype, capability: int) -> tuple[tuple[int | None, Tile], ...]:
         """(largest mean number of rows, tile) for a data type on a device (major * 10 + minor); the last: None."""
         if dtype is torch.float32:
             return self.single
-        if not self.hopper or capability != 90:
-            return (*self.few, (None, self.many if capability >= 90 else self.older))
-        first = self.hopper[0][0]
-        found = [*((limit, tile) for limit, tile in self.few if limit <= first)]
-        if not found or found[-1][0] < first:
-            found.append((first, self.many))
-        limits = [beyond for beyond, _ in self.hopper[1:]]
-        return (*found, *zip((*limits, None), (tile for _, tile in self.hopper), strict=True))
+        if capability == 90 and self.hopper:
+            return (*self.few, *self.hopper)
+        return (*self.few, (None, self.many if capability >= 90 else self.older))
 
 
 _SINGLE = ((16, Tile(16, 32, 32, stages=2)), (None, Tile(32, 32, 32, stages=2)))
@@ -89,28 +84,22 @@ _WEIGHTS = TileTable(
 )
 _OLDER = Tile(128, 128, 64, warps=8, stages=3, group=8)
 _MANY_SCATTERED = Tile(128, 256, 64, warps=8, stages=4, group=8, tma=True, halves=True)
-# Up to two tiles of rows an expert, and beyond.
 _SCATTERED = (
-    (48, Tile(128, 256, 64, stages=4, group=8, tma=True, halves=True, instead=_MANY_SCATTERED)),
-    (192, Tile(128, 256, 64, stages=4, group=4, tma=True, halves=True, instead=_MANY_SCATTERED)),
+    (192, Tile(128, 256, 64, stages=4, group=8, tma=True, halves=True, instead=_MANY_SCATTERED)),
+    (None, Tile(128, 256, 64, stages=4, group=4, tma=True, halves=True, instead=_MANY_SCATTERED)),
 )
-_MANY_GATE_UP = Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True, halves=True)
-_FEW_GATE_UP = (
-    (12, Tile(16, 64, 128, stages=3, swap=True, tma=True)),
-    (24, Tile(32, 64, 128, stages=3, tma=True)),
-    (48, Tile(64, 64, 64, stages=3, swap=True, tma=True, halves=True)),
-)
-_OLDER_GATE_UP = Tile(128, 64, 64, warps=8, stages=3, group=8)
 
 TABLES: dict[str, TileTable] = {
     # cols counts gate alone.
-    "gate_up": TileTable(few=_FEW_GATE_UP, many=_MANY_GATE_UP, older=_OLDER_GATE_UP, single=_SINGLE),
-    "gate_up_rows": TileTable(
-        few=_FEW_GATE_UP,
-        many=_MANY_GATE_UP,
-        older=_OLDER_GATE_UP,
+    "gate_up": TileTable(
+        few=(
+            (12, Tile(16, 64, 128, stages=3, swap=True, tma=True)),
+            (24, Tile(32, 64, 128, stages=3, tma=True)),
+            (48, Tile(64, 64, 64, stages=3, swap=True, tma=True, halves=True)),
+        ),
+        many=Tile(128, 128, 64, warps=8, stages=4, group=8, tma=True, halves=True),
+        older=Tile(128, 64, 64, warps=8, stages=3, group=8),
         single=_SINGLE,
-        hopper=((48, Tile(128, 128, 64, stages=4, group=4, tma=True, halves=True, instead=_MANY_GATE_UP)),),
     ),
     "down": TileTable(
         few=(*_BY_EXPERT, (48, Tile(64, 128, 64, stages=4, tma=True))),

@@ -1,26 +1,86 @@
 """Device code of the second expert matmul for many rows on Hopper: `scatter_product_kernel` with specialised warps.
 
-How the warps share the work is told in `runtime_kernels/specialised.py`. The results of a tile go through shared memory
-in two halves, to reach the scattered rows in pieces of 256 bytes.
+A program is one of as many as the device has multiprocessors, and takes tile after tile. One warpgroup loads, two
+multiply. The loading one runs ahead by as many stages as shared memory holds, also from one tile into the next, so that
+neither the search for a tile's expert nor the way of its results to memory stops the loads. Each multiplying warpgroup
+owns 64 of a tile's 128 rows and all of its columns, and the two need not keep step: while one writes its results, which
+go through shared memory in two halves to reach the scattered rows in pieces of 256 bytes, the other has the tensor
+cores to itself.
+
+Rows and matrices arrive through the tensor memory accelerator: an expert's rows lie together, so a tile of them is a
+box, whose rows past the expert's last are loaded and not stored. What a stage holds is handed over by a pair of
+barriers: `full` counts the bytes that arrived, `empty` the warpgroups that have read them.
+
+Triton's language has no way to say this (it orders a program's steps itself), so the file is written in Gluon, the
+language below it that ships with it. Sorted rows and "expert" E are as in `device`. The first matmul keeps to
+`gate_up_kernel`: it sums over the hidden size, the larger one, so the ends of its tiles weigh less, and in this form it
+was slower below some 1000 rows an expert (docs/benchmarks/README.md).
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from moe_compiler.runtime_kernels.specialised import (
-    HALF,
-    ROWS,
-    expert_tiles,
-    load_box,
-    multiply_rows,
-    stage_barriers,
-    tile_at,
-    trigger,
-    wait,
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# A copy from global to shared memory by the tensor memory accelerator. Later tritons renamed it.
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# Rows of a tile, and of the half that a multiplying warpgroup owns.
+ROWS = gl.constexpr(128)
+HALF = gl.constexpr(64)
+
+
+@gluon.jit
+def wait(PDL: gl.constexpr):
+    """As `device.wait`. Each warpgroup calls it first: what one of them waited for, the others have not."""
+    if PDL:
+        gdc_wait()
+
+
+@gluon.jit
+def trigger(PDL: gl.constexpr):
+    """As `device.trigger`."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def expert_tiles(starts, S, E: gl.constexpr, E_POW2: gl.constexpr):
+    """(end row, tiles up to and with it) of each expert and of the rows of none, [E_POW2] with E_POW2 > E."""
+    # Each warp holds all of it, so that a tile is found without a word between warps.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([E_POW2 // 32], [32], [gl.num_warps()], [0])
+    e = gl.arange(0, E_POW2, layout=LAYOUT)
+    begin = gl.load(starts + e, mask=e <= E, other=S)
+    end = gl.load(starts + 1 + e, mask=e < E, other=S)
+    return end, gl.associative_scan((end - begin + ROWS - 1) // ROWS, 0, _add)
+
+
+@gluon.jit
+def tile_at(index, tiles, end, upto, WIDTH: gl.constexpr, GROUP: gl.constexpr):
+    """(expert, first row, end row of the expert, column tile) of tile `index`, in `device.tile_of_program`'s order."""
+    group = index // (GROUP * WIDTH)
+    inside = index % (GROUP * WIDTH)
+    height = gl.minimum(tiles - group * GROUP, GROUP)
+    slot = group * GROUP + inside % height
+    passed = upto <= slot
+    expert = gl.sum(passed.to(gl.int32), 0)
+    before = gl.max(gl.where(passed, upto, 0), 0)
+    start = gl.max(gl.where(passed, end, 0), 0)
+    last = gl.min(gl.where(passed, 0x7FFFFFFF, end), 0)
+    return expert, start + (slot - before) * ROWS, last, inside // height
 
 
 @gluon.jit
@@ -77,6 +137,63 @@ def load_tiles(
                         at = [expert * BOX + n, k1] if INNER else [expert * BOX + k1, n]
                         load_box(second_part, at, arrived, matrix)
                 done += 1
+
+
+@gluon.jit
+def multiply_rows(
+    done,
+    mine,
+    expert,
+    full,
+    empty,
+    rows_of,
+    matrix_of,
+    E: gl.constexpr,
+    STEPS: gl.constexpr,
+    WIDE: gl.constexpr,
+    INNER: gl.constexpr,
+    STAGES: gl.constexpr,
+    HALF_OF: gl.constexpr,
+):
+    """([HALF, WIDE] fp32 product of this warpgroup's rows of a tile, steps so far); zero unless `mine`.
+
+    Rows of no expert have no steps: nothing was loaded for them.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
+    state = warpgroup_mma_init(gl.zeros((HALF, WIDE), gl.float32, layout=LAYOUT))
+    if expert < E:
+        if mine:
+            for step in range(STEPS):
+                stage = done % STAGES
+                mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+                rows = rows_of.index(stage).slice(HALF_OF * HALF, HALF)
+                matrix = matrix_of.index(stage)
+                state = warpgroup_mma(rows, matrix.permute((1, 0)) if INNER else matrix, state, is_async=True)
+                # One product stays in flight; the stage of the one before it is free.
+                state = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[state]))
+                mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=step > 0)
+                done += 1
+            state = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[state]))
+            mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
+        else:
+            for _step in range(STEPS):
+                stage = done % STAGES
+                mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                done += 1
+    return warpgroup_mma_wait(0, deps=[state]), done
+
+
+@gluon.jit
+def stage_barriers(STAGES: gl.constexpr):
+    """(full, empty) of each stage, ready for use by all warpgroups."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    return full, empty
 
 
 @gluon.jit

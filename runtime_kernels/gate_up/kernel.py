@@ -85,11 +85,8 @@ def gate_up_tile(
     DTYPE: tl.constexpr = act.dtype.element_ty
     r = first + tl.arange(0, BM)
     ok = r < end
-    if perm is None:
-        rows = x + r.to(tl.int64) * X_ROW
-    else:
-        pair = tl.load(perm + r, mask=ok, other=0)
-        rows = x + (pair // K).to(tl.int64) * X_ROW
+    pair = tl.load(perm + r, mask=ok, other=0)
+    rows = x + (pair // K).to(tl.int64) * X_ROW
     # The rows of no expert skip the loop: their results are zero.
     depth = tl.where(expert < E, H, 0)
     safe = tl.minimum(expert, E - 1)
@@ -212,7 +209,6 @@ def gate_up_kernel(
 
     Biases are added to what the matrices make, where they are not None.
 
-    perm      None where the rows of x are sorted already: x_t is then x[r]
     up        None where gate and up are one matrix: its rows of up lie UP_SHIFT below those of gate BOX       rows an
     expert of the tensor descriptors `gate` and `up`, or 0: `gate` and `up` are pointers JOINED    `gate` is a
     descriptor over gate and up, [2E, I, H], whose boxes hold BN rows of each: one product of twice

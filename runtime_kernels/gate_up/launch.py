@@ -1,5 +1,4 @@
-"""Launches of the first expert matmuls: `gate_up` over sorted rows, which it gathers in its loads, `gate_up_rows` over
-rows that have been gathered, `gate_up_few` over pairs without a sort."""
+"""Launches of the first expert matmuls: `gate_up` over sorted rows, `gate_up_few` over pairs without a sort."""
 
 from __future__ import annotations
 
@@ -8,19 +7,14 @@ from typing import Any
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_compiler.runtime_kernels.gate_up.kernel import gate_up_few_kernel, gate_up_kernel
-from moe_compiler.runtime_kernels.gate_up.specialised import gate_up_specialised_kernel
 from moe_compiler.runtime_kernels.launching import (
     Matrix,
     activation_constants,
     box,
-    laid_out,
     matrix,
-    multiprocessors,
     power_of_two,
     precision,
     row_major,
-    rows_box,
-    specialised,
     start,
     tile_for,
     vector,
@@ -58,77 +52,14 @@ def gate_up(
     outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
 ) -> None:
     """act [S,I] and, where given, preact [S,N], both in sorted row order, from x [T,H], perm, starts, gate, up."""
-    tile = tile or tile_for("gate_up", outs["act"], ins["starts"])
-    _sorted(outs, ins, attrs, row_major(ins["x"]), pdl, tile)
-
-
-def gate_up_rows(
-    outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
-) -> None:
-    """act [S,I] and, where given, preact [S,N] from rows [S,H], starts, gate, up, all in sorted row order."""
-    tile = tile or tile_for("gate_up_rows", outs["act"], ins["starts"])
-    if tile.instead is None or not _specialised(outs, ins, attrs, pdl, tile):
-        plain = {**ins, "perm": None, "weights": None}
-        _sorted(outs, plain, {**attrs, "k": 1}, ins["rows"], pdl, tile.instead or tile)
-
-
-def _specialised(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], pdl: bool, tile: Tile) -> bool:
-    """Launch the kernel with specialised warps; False, with nothing done, where it cannot take the operands."""
-    rows, act, preact = ins["rows"], outs["act"], _wanted(outs)
-    if not attrs["gated"]:
-        return False
-    gate, up, shift = split_up(ins["gate"], ins["up"], True)
-    biases = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
-    hidden, size, experts = rows.shape[1], act.shape[1], ins["starts"].shape[0] - 1
-    if (
-        gate.inner != 1
-        or up.inner != 1
-        or biases[1].operand is not None
-        or (ins["up"] and biases[0].operand is not None)
-    ):
-        return False
-    if not specialised(rows, hidden, tile, experts, biases):
-        return False
-    boxes, _ = _boxes(ins["gate"], ins["up"], gate, up, hidden, tile)
-    if not boxes:
-        return False
-    described = [laid_out(part) for part in boxes]
-    constants = {
-        "E": experts,
-        "E_POW2": power_of_two(experts + 1, 32),
-        "H": hidden,
-        "INTER": size,
-        "GATE_BOX": ins["gate"][0].shape[-2],
-        "UP_BOX": (ins["up"] or ins["gate"])[0].shape[-2],
-        "UP_SHIFT": shift,
-        "BIAS_E": biases[0].stride,
-        "BIAS_I": biases[0].step,
-        "BIAS_SHIFT": size * biases[0].step,
-        **activation_constants(attrs["activation"]),
-        "BN": tile.cols,
-        "BK": tile.depth,
-        "GROUP": tile.group,
-        "STAGES": tile.stages,
-    }
-    operands = (rows_box(rows, tile), ins["starts"], described[0], described[-1], biases[0].operand, act, preact)
-    programs = multiprocessors(act.device)
-    start(gate_up_specialised_kernel, programs, operands, (rows.shape[0],), constants, pdl=pdl, warps=tile.warps)
-    return True
-
-
-def _wanted(outs: dict[str, Any]) -> Any:
-    """The pre-activation where it is asked for, else None."""
-    preact = outs.get("preact")
-    return preact if preact is not None and preact.shape[0] else None
-
-
-def _sorted(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], x: Any, pdl: bool, tile: Tile) -> None:
-    """`gate_up` by the plain kernel; ins["perm"] is None where x [S,H] are the rows themselves."""
-    act, preact = outs["act"], _wanted(outs)
-    gate_list, up_list, gated = ins["gate"], ins["up"], attrs["gated"]
+    act, preact = outs["act"], outs.get("preact")
+    if preact is not None and not preact.shape[0]:
+        preact = None
+    x, gate_list, up_list, gated = row_major(ins["x"]), ins["gate"], ins["up"], attrs["gated"]
     gate, up, shift = split_up(gate_list, up_list, gated)
     pairs, size = act.shape
     experts, k = ins["starts"].shape[0] - 1, attrs["k"]
+    tile = tile or tile_for("gate_up", act, ins["starts"])
     hidden = x.shape[1]
     weights = None if ins["weights"] is None else ins["weights"].contiguous()
     gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")

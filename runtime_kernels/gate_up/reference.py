@@ -12,12 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.activations import activate
+from moe_compiler.runtime_kernels.activations import activate, wide
 from moe_compiler.runtime_kernels.biases import ExpertBiases, biases, vector
-from moe_compiler.runtime_kernels.gather.reference import gather
 from moe_compiler.runtime_kernels.matmul import matmul
 from moe_compiler.runtime_kernels.order.reference import expert_rows, order
 from moe_compiler.runtime_kernels.weights import ExpertWeights, preact_size
+
+
+def gather_rows(x: Tensor, weights: Tensor | None, pairs: Tensor, k: int) -> Tensor:
+    """x [T,H] -> the row of each pair [len(pairs), H], times its routing weight where weights [T,k] are given."""
+    rows = x.index_select(0, torch.div(pairs, k, rounding_mode="floor"))
+    if weights is None:
+        return rows
+    scale = weights.reshape(-1).index_select(0, pairs).to(wide(x.dtype)).unsqueeze(1)
+    return (rows.to(scale.dtype) * scale).to(x.dtype)
 
 
 def matmul_gate_up(
@@ -51,33 +59,18 @@ def gate_up(
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """-> act [S,I], preact [S,N] ([0,N] when not save), both in the dtype of x, in sorted row order."""
-    rows = gather(x, weights, perm, k)
-    return gate_up_rows(rows, starts, gate, up, gate_bias, up_bias, activation, gated, save)
-
-
-def gate_up_rows(
-    rows: Tensor,
-    starts: Tensor,
-    gate: Sequence[Tensor],
-    up: Sequence[Tensor],
-    gate_bias: Sequence[Tensor] | None,
-    up_bias: Sequence[Tensor] | None,
-    activation: str,
-    gated: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """`gate_up` of rows [S,H] that have been gathered."""
     size = preact_size(gate, up)
     gates, ups = ExpertWeights(gate, "gate"), ExpertWeights(up, "up") if up else None
     gate_biases, up_biases = biases(gate_bias, "gate_bias"), biases(up_bias, "up_bias")
-    preact = rows.new_empty((rows.shape[0], size))
+    preact = x.new_empty((perm.shape[0], size))
+    rows = gather_rows(x, weights, perm, k)
     for expert, begin, end in expert_rows(starts):
         matmul_gate_up(rows[begin:end], gates, ups, gate_biases, up_biases, expert, preact[begin:end])
     used = int(starts[-1])
     preact[used:].zero_()
     act = activate(preact, activation, gated)
     act[used:].zero_()
-    return act, preact if save else rows.new_empty((0, size))
+    return act, preact if save else x.new_empty((0, size))
 
 
 def gate_up_few(

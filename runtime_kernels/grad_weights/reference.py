@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.gather.reference import gather
+from moe_compiler.runtime_kernels.gate_up.reference import gather_rows
 from moe_compiler.runtime_kernels.matmul import matmul
 from moe_compiler.runtime_kernels.order.reference import expert_rows
 from moe_compiler.runtime_kernels.weights import ExpertWeights, out_size
@@ -82,7 +82,7 @@ def grad_gate_up(
     gated: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """x [T,H], grad_preact [S,N] in sorted row order -> gradients like gate, gradients like up (empty if up is)."""
-    rows = gather(x, weights, perm, k)
+    rows = gather_rows(x, weights, perm, k)
     size = out_size(gate)
     grad_gate = _gradients(grad_preact[:, :size], rows, starts, gate)
     return grad_gate, _gradients(grad_preact[:, size:], rows, starts, up) if up else []

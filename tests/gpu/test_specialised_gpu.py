@@ -24,9 +24,9 @@ NAN = float("nan")
 
 
 def specialised(name: str) -> Tile:
-    table = TABLES[name].hopper
-    assert table is not None and table[1].instead is not None
-    return table[1]
+    _, tile = TABLES[name].hopper[-1]
+    assert tile.instead is not None
+    return tile
 
 
 def chosen(routing: str, tokens: int, k: int, experts: int) -> Tensor:
@@ -71,6 +71,7 @@ SIZES = [
     (4097, 6, 60, 512, 704),
     (700, 2, 8, 192, 1856),
     (16, 2, 255, 128, 128),
+    (300, 8, 511, 128, 64),
 ]
 
 

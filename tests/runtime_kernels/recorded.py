@@ -82,7 +82,6 @@ def operands(
         "act": torch.zeros(PAIRS, inner, **value),
         "preact": torch.zeros(PAIRS, columns, **value),
         "grad_preact": torch.zeros(PAIRS, columns, **value),
-        "rows": torch.zeros(PAIRS, hidden, **value),
         "pairs": torch.zeros(PAIRS, hidden, **value),
         "gate": weights(wide, hidden),
         "up": weights(wide, hidden) if apart else [],

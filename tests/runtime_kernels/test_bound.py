@@ -18,7 +18,6 @@ from moe_compiler.runtime_kernels import launching
 from moe_compiler.runtime_kernels.chain import bound, launcher
 from moe_compiler.runtime_kernels.chain.prepared import PreparedBuffer, prepare
 
-
 BOXED = {"tokens": 1000, "experts": 4, "hidden": 64, "inner": 64, "dtype": torch.bfloat16}
 
 

@@ -1,1 +1,0 @@
-"""The row of each (token, expert) pair, put where its expert reads it."""
