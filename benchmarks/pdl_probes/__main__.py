@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _gain(save: Callable[..., None], replays: int, tokens: Sequence[int]) -> None:
     save("pdl_boundary", "What a boundary of tiny kernels gains", gain.boundary(), "One graph, replayed alone.")
-    rows = [gain.row(count, max(100, replays * 64 // max(64, count))) for count in tokens]
+    compiled = gain.ways()
+    rows = [gain.row(compiled, count, max(100, replays * 64 // max(64, count))) for count in tokens]
     save(
         "pdl_gain",
         "What the attribute gains a block's chain",

@@ -59,22 +59,26 @@ def boundary() -> list[dict[str, Any]]:
     ]
 
 
-def row(tokens: int, replays: int) -> dict[str, Any]:
-    """One row: the chain of a block with and without the attribute."""
+def ways() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """A block, compiled with the attribute and without: "on" and "off". One graph each serves every T above 1."""
     torch.manual_seed(0)
     module = examples()["grouped_mm"](dtype=torch.bfloat16, **SIZES).module.cuda()
+    options = {way: {"pdl": way, "require_match": True} for way in ("on", "off")}
+    backend = backend_or_function("moepdl")
+    return {way: torch.compile(module, backend=backend, options=options[way], dynamic=True) for way in options}
+
+
+def row(compiled: dict[str, Callable[[torch.Tensor], torch.Tensor]], tokens: int, replays: int) -> dict[str, Any]:
+    """One row: the chain of a block with and without the attribute."""
     x = torch.randn(tokens, SIZES["hidden"], dtype=torch.bfloat16, device="cuda")
     graphs: dict[str, Callable[[], object]] = {}
     results: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for way in ("on", "off"):
-            torch._dynamo.reset()
-            options = {"pdl": way, "require_match": True}
-            compiled = torch.compile(module, backend=backend_or_function("moepdl"), options=options, dynamic=False)
-            out = torch.empty_like(compiled(x))
+        for way, block in compiled.items():
+            out = torch.empty_like(block(x))
 
-            def call(_: Any, compiled: Any = compiled, out: torch.Tensor = out) -> None:
-                out.copy_(compiled(x))
+            def call(_: Any, block: Any = block, out: torch.Tensor = out) -> None:
+                out.copy_(block(x))
 
             results[way], graphs[way] = out, captured(call, [None])
         samples = device_us(graphs, rounds=100 if tokens <= 128 else 30)
