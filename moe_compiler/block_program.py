@@ -50,11 +50,12 @@ class BlockSizes:
         return {"k": self.k, "E": self.experts, "H": self.hidden, "I": self.intermediate, "N": wide, "w": width}
 
 
-def forward_program(sizes: BlockSizes, *, save: bool = False, pdl: bool = True) -> Program:
+def forward_program(sizes: BlockSizes, *, save: bool = False, router: bool = True, pdl: bool = True) -> Program:
     """router_logits, route, order, gate_up, down and combine over inputs (x [T,H], router [H,E], gate, down).
 
-    save: also the pre-activation, the order and the routing weights, as training keeps them. pdl: every launch but the
-    first is programmatic.
+    save: also the pre-activation, the order and the routing weights, as training keeps them. router: False for the
+    chain without its first two launches, over inputs (x, ids [T,k] int64, weights [T,k], gate, down). pdl: every launch
+    but the first is programmatic.
     """
     dtype = _name(sizes.dtype)
     expert = {"perm": "perm", "starts": "starts"}
@@ -71,9 +72,10 @@ def forward_program(sizes: BlockSizes, *, save: bool = False, pdl: bool = True) 
         Step("down", {"act": "act", **expert, "down": "down"}, {"pairs": "pairs"}),
         Step("combine", {"pairs": "pairs", "weights": "w"}, {"y": "y"}, {"k": sizes.k, "dtype": dtype}),
     )
-    inputs = (("x", None), ("router", None), ("gate", 1), ("up", 0), ("down", 1))
-    outputs = ("y", "w", "preact", "perm", "starts") if save else ("y",)
-    return _program("moe_forward", steps, inputs, ("x", 0), outputs, sizes, pdl)
+    given = ("x", "router") if router else ("x", "ids", "w")
+    inputs = (*((name, None) for name in given), ("gate", 1), ("up", 0), ("down", 1))
+    outputs = ("y", *(("w",) if router else ()), "preact", "perm", "starts") if save else ("y",)
+    return _program("moe_forward", steps if router else steps[2:], inputs, ("x", 0), outputs, sizes, pdl)
 
 
 def backward_program(sizes: BlockSizes, *, pdl: bool = True) -> Program:
