@@ -76,8 +76,8 @@ def _wait(token: Tensor, tensors: list[Tensor], beside: list[Tensor], program: s
     flight = token.__dict__.pop(_FLIGHT, None)
     if flight is None:
         raise ProgramError(
-            f"chain program {prepare(program).name!r}: chain_wait was given a token without a chain under way; it takes "
-            "the very tensor that chain_start returned, once"
+            f"chain program {prepare(program).name!r}: chain_wait was given a token without a chain under way; "
+            "it takes the very tensor that chain_start returned, once"
         )
     results: list[Tensor] = flight.land()
     return results
