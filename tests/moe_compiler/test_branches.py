@@ -19,38 +19,12 @@ from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.pipeline import run_passes
 from moe_compiler.report import Report
-from tests.moe_compiler.graphs import EXPERTS, ROUTE, E, H, I, context
+from tests.moe_compiler.graphs import H, S, context, layers
 
-S = 24
 # bytes and FLOPs a microsecond, and a microsecond for each launch.
 RATE, SPEED, FIXED = 1e3, 1e6, 1.0
 KERNELS = ("route", "order", "gate_up", "down", "combine")
 MODEL = DeviceModel("NVIDIA H200", "shipped", {name: KernelModel(FIXED, RATE, SPEED, 30.0) for name in KERNELS}, 0.5)
-
-
-def layers(tokens=4, count=1, shared=True, first=False):
-    """Layers of a block with (or without) a shared expert, after autograd; `first`: the shared expert stands first."""
-
-    def routed(x, logits, gate_up, down):
-        weights, ids = torch.ops.moepdl.route(logits, *ROUTE)
-        return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], [], [], [], *EXPERTS)
-
-    def expert(x, gate, up, down):
-        return torch.mm(torch.sigmoid(torch.mm(x, gate)) * torch.mm(x, up), down)
-
-    def model(x, router, gate_up, down, *own):
-        for _ in range(count):
-            x = x * 0.5
-            beside = expert(x, *own) if shared and first else None
-            y = routed(x, torch.mm(x, router), gate_up, down)
-            if shared and beside is None:
-                beside = expert(x, *own)
-            x = y if beside is None else y + beside
-        return torch.mm(x, router)
-
-    shapes = [(tokens, H), (H, E), (E, 2 * I, H), (E, H, I), (H, S), (H, S), (S, H)]
-    with FakeTensorMode():
-        return make_fx(model)(*[torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in shapes])
 
 
 @pytest.fixture
