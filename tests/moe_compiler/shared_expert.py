@@ -17,16 +17,16 @@ class Layer(nn.Module):
     def __init__(self, seed: int, gated: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.block = qwen3_block(dtype, seed=seed)
-        self.gate, self.up, self.own = (nn.Linear(32, width, bias=False, dtype=dtype) for width in (24, 24, 1))
+        self.gate, self.up = (nn.Linear(32, 24, bias=False, dtype=dtype) for _ in range(2))
         self.down = nn.Linear(24, 32, bias=False, dtype=dtype)
-        self.gated = gated
+        self.own = nn.Linear(32, 1, bias=False, dtype=dtype) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1,T,32] -> [1,T,32]."""
         y = self.block(x)
         y = y[0] if isinstance(y, tuple) else y
         shared = self.down(F.silu(self.gate(x)) * self.up(x))
-        return x + (y + (torch.sigmoid(self.own(x)) * shared if self.gated else shared))
+        return x + (y + (shared if self.own is None else torch.sigmoid(self.own(x)) * shared))
 
 
 def model(layers: int = 2, gated: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:
