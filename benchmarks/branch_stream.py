@@ -25,7 +25,8 @@ import moe_compiler.runtime_kernels.register  # noqa: F401 - defines the operato
 from benchmarks.timing import RESULTS, captured, device_us, median, table, write
 from moe_compiler import timing
 from moe_compiler.block_program import BlockSizes, forward_program, inputs_of, weights_of
-from moe_compiler.branches import gain_us
+from moe_compiler.branches import Matmul, gain_us, idle_us
+from moe_compiler.cost import T
 from moe_compiler.demo import ignore_known_warnings
 from moe_compiler.device_model import device_model
 
@@ -100,21 +101,12 @@ def row(name: str, tokens: int, weights: dict[str, list[torch.Tensor]]) -> dict[
 def predicted(shape: Shape, tokens: int) -> float:
     """What the report says that a second stream gains."""
     model = device_model(torch.cuda.get_device_name())
-    sizes, kernel = shape.block, model.kernels["gate_up"]
-    matmuls = [(2 * sizes.hidden * (tokens + shape.shared) + 2 * tokens * shape.shared, sizes.hidden)] * 2
-    matmuls.append((2 * shape.shared * (tokens + sizes.hidden) + 2 * tokens * sizes.hidden, shape.shared))
-    beside = [0.0, 0.0, 0.0]
-    for moved, _ in matmuls:
-        amounts = float(moved), 2.0 * tokens * shape.shared * sizes.hidden
-        times = (kernel.time_us(*amounts), *kernel.bounds_us(*amounts))
-        beside = [a + b for a, b in zip(beside, times, strict=True)]
-    total = [0.0, 0.0, 0.0]
-    for stage in ("router_logits", "route", "order", "gate_up", "down", "combine"):
-        time_us, bounds = model.time_us(stage, sizes.named, tokens), model.bounds_us(stage, sizes.named, tokens)
-        if time_us is None or bounds is None:
-            continue
-        total = [a + b for a, b in zip(total, (time_us, *bounds), strict=True)]
-    return round(gain_us((total[0], total[1], total[2]), (beside[0], beside[1], beside[2])), 2)
+    launches = [launch.kernel for launch in forward_program(shape.block).variant_for(tokens).launches]
+    times = [model.time_us(kernel, shape.block.named, tokens) for kernel in launches]
+    starting = sum(model.kernels[kernel].fixed_us for kernel in launches)
+    # Three matmuls of T rows; what they move and compute does not count.
+    idle = idle_us([Matmul(T, T, T)] * 3, tokens)
+    return round(gain_us(sum(time for time in times if time is not None), starting, idle or 0.0), 2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
