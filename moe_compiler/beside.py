@@ -46,11 +46,15 @@ def decide(chain: Chain, found: Sequence[Branch], model: DeviceModel | None, opt
     decision = Decision(None, "", gain, tokens)
     if options.overlap == "off":
         return replace(decision, why=f'{options.source_of("overlap")} is "off"')
+    if "lower" in options.disable:
+        return replace(decision, why=f"lower is disabled by {options.source_of('disable')}")
     if cut:
         return replace(decision, why=cut)
     if options.overlap == "on":
         beside = _beside(found, None, captured=False)
-        return replace(decision, beside=beside, why=f'{options.source_of("overlap")} is "on"')
+        # Tests and debugging: what runs on a device is seen in the graph, and computed where it stands.
+        note = "" if chain.device == "cuda" else f"; on the {chain.device} there is one, and the start computes"
+        return replace(decision, beside=beside, why=f'{options.source_of("overlap")} is "on"{note}')
     if gain is None or tokens is None:
         why = "there is no table of this device" if model is None else "its sizes or kernels are in no table"
         return replace(decision, why=f"{why}, so no gain is predicted")

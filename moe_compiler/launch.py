@@ -391,7 +391,7 @@ def to_record(
     sizes = block_sizes(chain.nodes)
     for variant in chain.program.variants:
         known = (forecasts or {}).get(variant.name)
-        stream = int(chain.beside is not None and chain.beside.covers(variant))
+        stream = int(chain.device == "cuda" and chain.beside is not None and chain.beside.covers(variant))
         launches = tuple(
             LaunchRecord(
                 kernel=launch.kernel,

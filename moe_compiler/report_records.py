@@ -286,8 +286,12 @@ class BranchRecord:
     limit: int | None = None
     why: str = ""
 
+    @property
+    def matmuls(self) -> int:
+        """How many of the operators are dense matmuls."""
+        return sum(operator.endswith("mm") for operator in self.operators)
+
     def __str__(self) -> str:
-        matmuls = [operator for operator in self.operators if operator.endswith("mm")]
         time = f", {sum(self.predicted_us.values()):.1f} us predicted" if self.predicted_us else ""
         time += f" at T={self.times_at}" if time and self.times_at is not None else ""
         gain = ""
@@ -299,7 +303,7 @@ class BranchRecord:
         streams += f" ({self.why})" if self.why else ""
         times = f" x{self.count}" if self.count > 1 else ""
         return (
-            f"branch{times} of {plural(len(self.nodes), 'node')} ({plural(len(matmuls), 'matmul')}{time}) may overlap "
+            f"branch{times} of {plural(len(self.nodes), 'node')} ({plural(self.matmuls, 'matmul')}{time}) may overlap "
             f"with {', '.join(self.beside)}{gain}; {streams}"
         )
 
