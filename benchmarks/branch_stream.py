@@ -4,7 +4,8 @@
 
 The chain is the compiler's own of a block of these sizes; the shared expert is what Inductor makes of it (gated, its
 result added to the block's). "one": chain, shared expert and sum in a graph on one stream. "two": the shared expert on
-a second stream between a fork and a join. Each replay is alone on the device, the ways take turns. "predicted" is what
+a second stream between a fork and a join. "operators": the chain on a second stream, by moepdl::chain_start and
+chain_wait, as compiled models have it. Each replay is alone on the device, the ways take turns. "predicted" is what
 the report would say of the second stream (`moe_compiler.branches`).
 """
 
@@ -82,12 +83,18 @@ def row(name: str, tokens: int, weights: dict[str, list[torch.Tensor]]) -> dict[
         main.wait_stream(side)
         return y + beside
 
+    def operators(_: Any) -> torch.Tensor:
+        token = torch.ops.moepdl.chain_start(operands, text, None, False)
+        beside = shared(x, *matrices)
+        return torch.ops.moepdl.chain_wait(token, operands, [beside], text)[0] + beside
+
     with torch.no_grad():
         ways: dict[str, Callable[[], object]] = {
             "chain": captured(lambda _: chain(), [None]),
             "shared": captured(lambda _: shared(x, *matrices), [None]),
             "one": captured(one, [None]),
             "two": captured(two, [None]),
+            "operators": captured(operators, [None]),
         }
         samples = device_us(ways, rounds=60)
     found: dict[str, Any] = {"shape": name, "T": tokens}
@@ -128,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         del weights
         notes = [
             "us, medians; bf16; one call in a graph, replayed alone on the device; the ways take turns.",
-            "one: chain, shared expert, sum on one stream; two: the shared expert on a second stream.",
+            "one: chain, shared expert, sum on one stream; two: the shared expert on a second stream; operators: the "
+            "chain on a second stream, by chain_start and chain_wait.",
         ]
         title = "A shared expert beside a chain"
         write(arguments.out, "branch_stream", title, rows, device="cuda", notes=notes)

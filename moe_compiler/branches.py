@@ -171,10 +171,10 @@ def gain_us(chain_us: float, starting_us: float, idle: float) -> float:
 def idle_us(matmuls: Iterable[Matmul], tokens: int) -> float | None:
     """How long matmuls have the device and use neither memory nor arithmetic; None for sizes that T does not decide."""
     idle = 0.0
-    for matmul in (each.subs(T, tokens) for each in matmuls):
-        if not matmul.known:
+    for rows in (each.rows.subs(T, tokens) for each in matmuls):
+        if rows.free_symbols:
             return None
-        idle += IDLE_US if matmul.rows <= FEW_ROWS else 0.0
+        idle += IDLE_US if rows <= FEW_ROWS else 0.0
     return idle
 
 

@@ -125,10 +125,10 @@ def _beside(
     """For each chain its branches and whether it runs beside them; a branch belongs to the first chain beside it."""
     found: list[tuple[list[Branch], Decision]] = []
     taken: set[Node] = set()
+    cut = cut_at(graph, chains[0].device) if chains else ""
     for chain in chains:
         mine = [branch for branch in branches(dag, chain.nodes) if not taken.intersection(branch.nodes)]
         taken.update(node for branch in mine for node in branch.nodes)
-        cut = cut_at(graph, chain.device) if mine else ""
         decision = decide(chain, mine, model, context.options, cut) if mine else Decision(None, "no branch")
         found.append((mine, decision))
     return found

@@ -97,8 +97,7 @@ def _start_and_wait(
 ) -> tuple[Node, dict[int, Node]]:
     """Put a start behind the operands, the branch behind the start, and a wait behind both branch and stages."""
     place = {node: index for index, node in enumerate(graph.nodes)}
-    inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    anchor = max([*operands, *inputs[-1:]], key=place.__getitem__)
+    anchor = max([*operands, *graph.find_nodes(op="placeholder")[-1:]], key=place.__getitem__)
     like = chain.nodes[-1]
     with graph.inserting_after(anchor):
         start = insert(like, torch.ops.moepdl.chain_start.default, (operands, text, beside.limit, beside.captured))

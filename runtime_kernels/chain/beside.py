@@ -12,7 +12,8 @@ nothing. On the CPU the start computes.
 The results exist only from the wait on. Before it there is no name for them that anything could read, write or free;
 so neither operator needs to return an alias or to write into an argument, and whatever orders a graph by its data
 orders these two. The token is one byte, and no value: the chain under way is an attribute of the tensor, which torch
-keeps with it from operator to operator.
+keeps with it from operator to operator. It stands first among the wait's arguments: Inductor moves what is read once in
+front of its reader, in the order of the arguments, so the start stays in front of `beside`.
 
 tensors    of the wait: those of the start. They are read until then, and whoever plans memory by who reads it last
            (Inductor does) must see that
@@ -47,9 +48,10 @@ def _token(tensors: list[Tensor]) -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device=tensors[0].device)
 
 
-def _carrying(tensors: list[Tensor], flight: Flight) -> Tensor:
+def _carrying(tensors: list[Tensor], under_way: Flight | list[Tensor]) -> Tensor:
+    """A token with a chain under way, or with the results of one that needs no join."""
     token = _token(tensors)
-    setattr(token, _FLIGHT, flight)
+    setattr(token, _FLIGHT, under_way)
     return token
 
 
@@ -58,14 +60,14 @@ def _start_fake(tensors: list[Tensor], program: str, limit: int | None, captured
 
 
 def _start_cpu(tensors: list[Tensor], program: str, limit: int | None, captured: bool) -> Tensor:
-    return _carrying(tensors, Flight(cpu(tensors, program)))
+    return _carrying(tensors, cpu(tensors, program))
 
 
 def _start_cuda(tensors: list[Tensor], program: str, limit: int | None, captured: bool) -> Tensor:
     with torch.cuda.device(tensors[0].device):
         if flies(prepare(program).tokens_of(tensors), limit, captured):
             return _carrying(tensors, take_off(tensors, program))
-        return _carrying(tensors, Flight(run(tensors, program)))
+        return _carrying(tensors, run(tensors, program))
 
 
 def _wait_fake(token: Tensor, tensors: list[Tensor], beside: list[Tensor], program: str) -> list[Tensor]:
@@ -73,14 +75,13 @@ def _wait_fake(token: Tensor, tensors: list[Tensor], beside: list[Tensor], progr
 
 
 def _wait(token: Tensor, tensors: list[Tensor], beside: list[Tensor], program: str) -> list[Tensor]:
-    flight = token.__dict__.pop(_FLIGHT, None)
-    if flight is None:
+    under_way: Flight | list[Tensor] | None = token.__dict__.pop(_FLIGHT, None)
+    if under_way is None:
         raise ProgramError(
             f"chain program {prepare(program).name!r}: chain_wait was given a token without a chain under way; "
             "it takes the very tensor that chain_start returned, once"
         )
-    results: list[Tensor] = flight.land()
-    return results
+    return under_way if isinstance(under_way, list) else under_way.land()
 
 
 define(

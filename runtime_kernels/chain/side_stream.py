@@ -53,31 +53,27 @@ def side_of(main: torch.cuda.Stream) -> torch.cuda.Stream:
 
 
 class Flight:
-    """A chain that was started, with everything that must stay until it is joined.
+    """A chain under way on a side stream, with everything that must stay until it is joined."""
 
-    side: None where it was launched on the current stream; then nothing has to be joined or kept.
-    """
-
-    def __init__(self, outputs: list[Tensor], operands: Sequence[Tensor] = (), side: torch.cuda.Stream | None = None):
-        self._outputs = outputs
+    def __init__(self, outputs: Sequence[Tensor], operands: Sequence[Tensor], side: torch.cuda.Stream) -> None:
+        self._outputs = list(outputs)
         self._operands = tuple(operands)
         self._side = side
-        self._done = None if side is None else side.record_event()
+        self._landed = False
+        self._done = side.record_event()
 
     def land(self) -> list[Tensor]:
-        """Make the current stream wait for the chain; its results."""
-        if self._side is not None and self._done is not None:
-            torch.cuda.current_stream(self._side.device).wait_event(self._done)
-            self._side = None
+        """Make the current stream wait for the chain; its results. Once."""
+        torch.cuda.current_stream(self._side.device).wait_event(self._done)
+        self._landed = True
         self._operands = ()
         return self._outputs
 
     def __del__(self) -> None:
-        side = getattr(self, "_side", None)
-        if side is not None:
+        if not self._landed:
             with suppress(RuntimeError, AttributeError):  # the process may be at its end
                 for tensor in (*self._operands, *self._outputs):
-                    tensor.record_stream(side)
+                    tensor.record_stream(self._side)
 
 
 def take_off(tensors: Sequence[Tensor], text: str) -> Flight:
