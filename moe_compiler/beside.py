@@ -7,15 +7,16 @@ the host, which would pay for them at every call.
 
 It is right beside any branch: neither feeds the other, and the DAG has an edge for whoever writes what the other reads.
 One thing stands against it: where Inductor cuts a graph into several CUDA graphs, a cut between the fork and the join
-would leave a capture that ends with work on a stream that was never joined. Nobody tells beforehand where it cuts, so a
-graph with a node that it may cut at has no second stream.
+would leave a capture that ends with work on a stream that was never joined. So what it may cut at must feed the chain,
+or depend on it; else it may be scheduled anywhere, and the chain has no second stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import networkx as nx
 import torch
 from torch.fx import Graph, Node
 
@@ -26,7 +27,7 @@ from moe_compiler.launch import Beside, Chain, tokens_of
 from moe_compiler.moe_ir import op_name
 from moe_compiler.options import Options
 
-__all__ = ["Decision", "cut_at", "decide"]
+__all__ = ["Decision", "cut_beside", "cuts", "decide"]
 
 
 @dataclass(frozen=True)
@@ -96,18 +97,24 @@ def _gain(chain: Chain, matmuls: Sequence[Matmul], model: DeviceModel | None, to
     return None if idle is None else gain_us(whole, starting, idle)
 
 
-def cut_at(graph: Graph, device: str) -> str:
-    """Why a CUDA graph of this graph may end in the middle of it, "" when nothing speaks for that.
+def cuts(graph: Graph) -> dict[Node, str]:
+    """The calls at which Inductor may cut a CUDA graph of this graph in two, and why.
 
-    Inductor cuts at what does not run on the GPU, at calls with graphs of their own, at sizes that the data decides and
-    at operators that say so.
+    It cuts at what does not run on the GPU, at calls with graphs of their own, at sizes that the data decides and at
+    operators that say so.
     """
-    if device != "cuda":
+    return {node: reason for node in graph.nodes if node.op == "call_function" and (reason := _cuts(node))}
+
+
+def cut_beside(dag: nx.DiGraph, chain: Chain, found: Mapping[Node, str]) -> str:
+    """Why a CUDA graph may end while the chain is under way, "" when it cannot; dag: of `build_dag`, found: of `cuts`."""
+    if not found or chain.device != "cuda":
         return ""
-    for node in graph.nodes:
-        if node.op == "call_function" and (reason := _cuts(node)):
-            return f"a CUDA graph may end at {node.name}, which {reason}"
-    return ""
+    tied: set[Node] = set()
+    for node in chain.nodes:
+        tied |= nx.ancestors(dag, node) | nx.descendants(dag, node)
+    free = next((node for node in found if node not in tied), None)
+    return "" if free is None else f"a CUDA graph may end at {free.name}, which {found[free]}"
 
 
 def _cuts(node: Node) -> str:

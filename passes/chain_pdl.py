@@ -19,7 +19,7 @@ import networkx as nx
 from torch.fx import Graph, Node
 
 from moe_compiler import device
-from moe_compiler.beside import Decision, cut_at, decide
+from moe_compiler.beside import Decision, cut_beside, cuts, decide
 from moe_compiler.branches import Branch, branches
 from moe_compiler.branches import to_record as branch_record
 from moe_compiler.dag import build_dag, convex, neighbourhood, to_record
@@ -125,11 +125,13 @@ def _beside(
     """For each chain its branches and whether it runs beside them; a branch belongs to the first chain beside it."""
     found: list[tuple[list[Branch], Decision]] = []
     taken: set[Node] = set()
-    cut = cut_at(graph, chains[0].device) if chains else ""
+    may_cut = cuts(graph)
     for chain in chains:
         mine = [branch for branch in branches(dag, chain.nodes) if not taken.intersection(branch.nodes)]
         taken.update(node for branch in mine for node in branch.nodes)
-        decision = decide(chain, mine, model, context.options, cut) if mine else Decision(None, "no branch")
+        decision = Decision(None, "no branch")
+        if mine:
+            decision = decide(chain, mine, model, context.options, cut_beside(dag, chain, may_cut))
         found.append((mine, decision))
     return found
 

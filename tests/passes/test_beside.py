@@ -179,23 +179,28 @@ def test_without_a_prediction_there_is_one_stream(hopper, monkeypatch, table):
     assert calls(module) == ["chain"] and branch.why.endswith("so no gain is predicted")
 
 
+@pytest.mark.parametrize("where", ["anywhere", "in front", "behind"])
 @pytest.mark.parametrize("what", ["another device", "an operator that says so", "a graph of its own"])
-def test_a_graph_that_inductor_may_cut_has_one_stream(hopper, what):
+def test_where_inductor_may_cut_beside_the_chain_there_is_one_stream(hopper, what, where):
     module, ctx = layers(), context(overlap="on")
     run_passes(module, (expand_stages,), ctx)
-    anchor = next(node for node in module.graph.nodes if op_name(node) == "mul")
+    anchor = next(node for node in module.graph.nodes if op_name(node) == ("add" if where == "behind" else "mul"))
     with module.graph.inserting_after(anchor):
         if what == "another device":
-            insert(anchor, torch.ops.aten._to_copy.default, (anchor,), {"device": torch.device("cpu")})
+            cut = insert(anchor, torch.ops.aten._to_copy.default, (anchor,), {"device": torch.device("cpu")})
         elif what == "an operator that says so":
-            node = insert(anchor, torch.ops.aten.neg.default, (anchor,))
-            node.target = _unsafe()
+            cut = insert(anchor, torch.ops.aten.neg.default, (anchor,))
+            cut.target = _unsafe()
         else:
-            node = module.graph.call_function(torch.ops.higher_order.cond, (anchor,))
-            node.meta["val"] = anchor.meta["val"]
+            cut = module.graph.call_function(torch.ops.higher_order.cond, (anchor,))
+            cut.meta["val"] = anchor.meta["val"]
+    if where == "in front":
+        anchor.replace_all_uses_with(cut, delete_user_cb=lambda user: user is not cut and op_name(user) != "mm")
     run_passes(module, (chain_pdl,), ctx)
     (branch,) = ctx.report.dags[0].branches
-    assert not branch.overlapped and branch.why.startswith("a CUDA graph may end at ")
+    assert branch.overlapped == (where != "anywhere")
+    if where == "anywhere":
+        assert branch.why.startswith(f"a CUDA graph may end at {cut.name}, which ")
 
 
 def _unsafe():
