@@ -107,7 +107,7 @@ def cuts(graph: Graph) -> dict[Node, str]:
 
 
 def cut_beside(dag: nx.DiGraph, chain: Chain, found: Mapping[Node, str]) -> str:
-    """Why a CUDA graph may end while the chain is under way, "" when it cannot; dag: of `build_dag`, found: of `cuts`."""
+    """Why a CUDA graph may end while the chain is under way, or ""; dag: of `build_dag`, found: of `cuts`."""
     if not found or chain.device != "cuda":
         return ""
     tied: set[Node] = set()
