@@ -45,7 +45,8 @@ __all__ = [
     "to_record",
 ]
 
-# Two events and what they cost a graph: assumed, probe P7 measures it (docs/benchmarks/pdl_progress.md).
+# A fork and a join: a margin. Probe P7 finds less than a microsecond on an H200 (docs/benchmarks/pdl_progress.md), and
+# the measurements fit as well with any value up to 5, IDLE_US being chosen to it; what gains less is not worth it.
 FORK_JOIN_US = 2.0
 # A dense matmul of few rows, with the pointwise kernel that goes with it, less its memory traffic: on an H200 the
 # shared experts of docs/benchmarks/branch_stream.md take 19 to 21 us of that for three matmuls, 13 to 20 of them behind
