@@ -2,18 +2,23 @@
 for them is predicted to gain.
 
 The usual one is a shared expert: it reads the block's tokens, and its result is added to the block's. On one stream it
-takes its time before or after the chain; on a stream of its own both share the device:
+takes its time before or after the chain. On two both share the device, and memory and arithmetic are no faster for
+that: what one gets the other goes without. What is hidden is the time in which the branch has the device and uses
+neither: a matmul of few rows starts, waits for its first loads, and ends, a few blocks at a time. It passes while the
+chain uses the device, and not while the chain's own launches start and end:
 
-    one stream    chain + branch
-    two streams   the longest of chain, branch, all their memory traffic, all their arithmetic; and a fork and a join
+    gain = idle time of the branch * the share of its time that the chain is at work - a fork and a join
 
-Only matmuls count: what stands between them is fused into its neighbours by Inductor. Their times are the roofline of
-the block's own matmul kernel. Nothing is launched on a second stream today; the report tells what that leaves open.
+From some hundred rows on a matmul's blocks take multiprocessors whole, and nothing is hidden any more. On an H200 that
+is within 5 us of what was measured for three models up to 64 tokens (8 to 20 us), and says rightly that there is next
+to nothing from 512 on (docs/cost_model.md).
+
+Only matmuls count: what stands between them is fused into its neighbours by Inductor. `moe_compiler.beside` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -22,16 +27,33 @@ import torch
 from torch.fx import Node
 
 from moe_compiler.cost import T
-from moe_compiler.dag import block_sizes
 from moe_compiler.device_model import DeviceModel
 from moe_compiler.launch import tokens_expr
-from moe_compiler.moe_ir import op_name, size_expr
+from moe_compiler.moe_ir import is_moepdl, op_name, size_expr
 from moe_compiler.report import BranchRecord
 
-__all__ = ["FORK_JOIN_US", "Branch", "branches", "gain_us", "matmul_cost", "to_record"]
+__all__ = [
+    "FEW_ROWS",
+    "FORK_JOIN_US",
+    "IDLE_US",
+    "Branch",
+    "Matmul",
+    "branches",
+    "gain_us",
+    "idle_us",
+    "matmul_of",
+    "to_record",
+]
 
-# Two events and what they cost a graph: assumed, probe P7 measures it (docs/benchmarks/pdl_progress.md).
+# A fork and a join: a margin. Probe P7 finds less than a microsecond on an H200 (docs/benchmarks/pdl_progress.md), and
+# the measurements fit as well with any value up to 5, IDLE_US being chosen to it; what gains less is not worth it.
 FORK_JOIN_US = 2.0
+# A dense matmul of few rows, with the pointwise kernel that goes with it, less its memory traffic: on an H200 the
+# shared experts of docs/benchmarks/branch_stream.md take 19 to 21 us of that for three matmuls, 13 to 20 of them behind
+# a chain.
+IDLE_US = 6.0
+# Up to so many rows all of that was hidden, and with 512 nothing; what is in between was not measured.
+FEW_ROWS = 64
 # How far around a chain, in nodes of the graph's order, its branches are looked for.
 _WINDOW = 128
 # Whose rates a dense matmul is given.
@@ -40,22 +62,57 @@ _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
 @dataclass(frozen=True)
+class Matmul:
+    """What a dense matmul moves and computes, and its rows, in the symbols of the graph's sizes."""
+
+    bytes: sympy.Expr
+    flops: sympy.Expr
+    rows: sympy.Expr
+
+    def subs(self, old: object, new: object) -> Matmul:
+        """The same with a size replaced."""
+        return Matmul(*(expr.subs(old, new) for expr in (self.bytes, self.flops, self.rows)))
+
+    @property
+    def known(self) -> bool:
+        """Whether all three are numbers."""
+        return not (self.bytes.free_symbols or self.flops.free_symbols or self.rows.free_symbols)
+
+
+@dataclass(frozen=True)
 class Branch:
-    """Nodes in graph order, which may overlap with all of `beside`; `costs` has the bytes and FLOPs of the matmuls."""
+    """Nodes in graph order, which may overlap with all of `beside`; `matmuls` are those among them."""
 
     nodes: tuple[Node, ...]
     beside: tuple[Node, ...]
-    costs: Mapping[Node, tuple[sympy.Expr, sympy.Expr]]
+    matmuls: Mapping[Node, Matmul]
+
+    def in_tokens(self) -> dict[Node, Matmul]:
+        """The matmuls with their sizes in T, as far as T decides them."""
+        own = next((expr for node in self.beside if (expr := tokens_expr(node)) is not None), None)
+        if own is None or not own.free_symbols:
+            return dict(self.matmuls)
+        return {node: matmul.subs(own, T) for node, matmul in self.matmuls.items()}
+
+    @property
+    def last(self) -> tuple[Node, ...]:
+        """The matmuls that no other one of the branch reads from, directly or not."""
+        before: set[Node] = set()
+        for node in reversed(self.nodes):
+            if node in before or node in self.matmuls:
+                before.update(node.all_input_nodes)
+        return tuple(node for node in self.matmuls if node not in before)
 
 
-def matmul_cost(node: Node) -> tuple[sympy.Expr, sympy.Expr] | None:
-    """(bytes, FLOPs) of a dense matmul, in the symbols of the graph's sizes; None for any other node."""
+def matmul_of(node: Node) -> Matmul | None:
+    """What a dense matmul costs; None for any other node."""
     if op_name(node) not in _MATMULS:
         return None
     matrices = [source for source in node.all_input_nodes if source.meta["val"].dim() >= 2]
     moved = sum((_bytes(value.meta["val"]) for value in (*node.all_input_nodes, node)), sympy.Integer(0))
     inner = size_expr(matrices[-1].meta["val"].shape[-2])
-    return moved, 2 * _elements(node.meta["val"]) * inner
+    shape = node.meta["val"].shape
+    return Matmul(moved, 2 * _elements(node.meta["val"]) * inner, sympy.Mul(*map(size_expr, shape[:-1])))
 
 
 def _elements(value: torch.Tensor) -> sympy.Expr:
@@ -70,7 +127,7 @@ def branches(dag: nx.DiGraph, chain: Iterable[Node]) -> list[Branch]:
     """The branches beside a chain's nodes, largest first: with a matmul, and met by what follows the chain.
 
     dag: of `build_dag`. A node of the window that is reached from the chain, or reaches it, does so inside of the
-    window, since the graph's order is one of the DAG's.
+    window, since the graph's order is one of the DAG's. What another block is part of is none.
     """
     group = list(chain)
     order: list[Node] = dag.graph["order"]
@@ -82,10 +139,12 @@ def branches(dag: nx.DiGraph, chain: Iterable[Node]) -> list[Branch]:
     free = inside - before - behind
     found = []
     for part in nx.weakly_connected_components(dag.subgraph(free)):
-        costs = {node: cost for node in part if (cost := matmul_cost(node)) is not None}
-        if costs and any(user in behind for node in part for user in dag.succ[node]):
+        matmuls = {node: cost for node in part if (cost := matmul_of(node)) is not None}
+        if not matmuls or any(map(is_moepdl, part)):
+            continue
+        if any(user in behind for node in part for user in dag.succ[node]):
             nodes = tuple(sorted(part, key=position.__getitem__))
-            found.append(Branch(nodes, tuple(group), {node: costs[node] for node in nodes if node in costs}))
+            found.append(Branch(nodes, tuple(group), {node: matmuls[node] for node in nodes if node in matmuls}))
     return sorted(found, key=lambda branch: (-len(branch.nodes), position[branch.nodes[0]]))
 
 
@@ -101,61 +160,67 @@ def _reached(neighbours: Mapping[Node, Iterable[Node]], start: Iterable[Node], i
     return found
 
 
-def gain_us(chain: tuple[float, float, float], branch: tuple[float, float, float]) -> float:
-    """What a second stream gains, negative where it costs. Each is (time, time of its memory traffic, of its FLOPs)."""
-    together = max(chain[0], branch[0], chain[1] + branch[1], chain[2] + branch[2])
-    return chain[0] + branch[0] - together - FORK_JOIN_US
+def gain_us(chain_us: float, starting_us: float, idle: float) -> float:
+    """What a second stream gains, negative where it costs.
+
+    chain_us: the chain's time; starting_us: how much of it its launches start and end; idle: of the branch, `idle_us`.
+    """
+    at_work = max(chain_us - starting_us, 0.0) / chain_us if chain_us > 0 else 0.0
+    return idle * at_work - FORK_JOIN_US
 
 
-def to_record(branch: Branch, model: DeviceModel | None, tokens: int) -> BranchRecord:
-    """What the report shows of a branch; with a model, times for T tokens (LARGE ones where T is a symbol)."""
-    own = next((expr for node in branch.beside if (expr := tokens_expr(node)) is not None), None)
+def idle_us(matmuls: Iterable[Matmul], tokens: int) -> float | None:
+    """How long matmuls have the device and use neither memory nor arithmetic; None for sizes that T does not decide."""
+    idle = 0.0
+    for rows in (each.rows.subs(T, tokens) for each in matmuls):
+        if rows.free_symbols:
+            return None
+        idle += IDLE_US if rows <= FEW_ROWS else 0.0
+    return idle
 
-    def in_tokens(size: sympy.Expr) -> sympy.Expr:
-        return size if own is None or not own.free_symbols else size.subs(own, T)
 
-    costs = {node: (in_tokens(moved), in_tokens(flops)) for node, (moved, flops) in branch.costs.items()}
-    moved, flops = (sum((cost[i] for cost in costs.values()), sympy.Integer(0)) for i in (0, 1))
-    times = {node: time for node, cost in costs.items() if (time := _matmul_us(cost, model, tokens)) is not None}
-    gain = None
-    chain = _chain_us(branch.beside, model, tokens)
-    if chain is not None and len(times) == len(costs):
-        mine = [sum(each) for each in zip(*times.values(), strict=True)]
-        gain = gain_us(chain, (mine[0], mine[1], mine[2]))
+def to_record(
+    branch: Branch,
+    model: DeviceModel | None,
+    tokens: int,
+    *,
+    gain: float | None = None,
+    at_tokens: int | None = None,
+    overlapped: bool = False,
+    limit: int | None = None,
+    why: str = "",
+) -> BranchRecord:
+    """What the report shows of a branch.
+
+    model, tokens: for the times of its matmuls, for T tokens. gain, at_tokens, overlapped, limit, why: what
+    was predicted and decided for the chain (`moe_compiler.beside`).
+    """
+    matmuls = branch.in_tokens()
+    moved, flops = (
+        sum((getattr(matmul, key) for matmul in matmuls.values()), sympy.Integer(0)) for key in ("bytes", "flops")
+    )
+    times = {node: time for node, cost in matmuls.items() if (time := _matmul_us(cost, model, tokens)) is not None}
     return BranchRecord(
         nodes=tuple(node.name for node in branch.nodes),
         operators=tuple(map(op_name, branch.nodes)),
         beside=tuple(node.name for node in branch.beside),
         bytes=str(moved),
         flops=str(flops),
-        predicted_us={node.name: round(time[0], 3) for node, time in times.items()},
+        predicted_us={node.name: round(time, 3) for node, time in times.items()},
         gain_us=None if gain is None else round(gain, 3),
-        at_tokens=None if gain is None else tokens,
+        at_tokens=at_tokens,
+        times_at=tokens if times else None,
+        overlapped=overlapped,
+        limit=limit,
+        why=why,
     )
 
 
-def _matmul_us(
-    cost: tuple[sympy.Expr, sympy.Expr], model: DeviceModel | None, tokens: int
-) -> tuple[float, float, float] | None:
-    """Time, and that of its memory traffic and its FLOPs; None without a model, or for sizes that T does not decide."""
+def _matmul_us(cost: Matmul, model: DeviceModel | None, tokens: int) -> float | None:
+    """Predicted time of a matmul; None without a model, or for sizes that T does not decide."""
     kernel = None if model is None else model.kernels.get(_LIKE)
-    moved, flops = (size.subs(T, tokens) for size in cost)
-    if kernel is None or moved.free_symbols or flops.free_symbols:
+    own = cost.subs(T, tokens)
+    if kernel is None or not own.known:
         return None
-    amounts = float(moved), float(flops)
-    return (kernel.time_us(*amounts), *kernel.bounds_us(*amounts))
-
-
-def _chain_us(stages: Sequence[Node], model: DeviceModel | None, tokens: int) -> tuple[float, float, float] | None:
-    """The same of a chain's stages."""
-    if model is None:
-        return None
-    sizes = block_sizes(stages)
-    total = [0.0, 0.0, 0.0]
-    for node in stages:
-        time = model.time_us(op_name(node), sizes, tokens)
-        bounds = model.bounds_us(op_name(node), sizes, tokens)
-        if time is None or bounds is None:
-            return None
-        total = [a + b for a, b in zip(total, (time, *bounds), strict=True)]
-    return total[0], total[1], total[2]
+    idle = IDLE_US if own.rows <= FEW_ROWS else kernel.fixed_us
+    return kernel.time_us(float(own.bytes), float(own.flops)) - kernel.fixed_us + idle

@@ -77,7 +77,8 @@ class Compilation:
         """Say of each option that the user set why it changes nothing in this compile."""
         for key in ("overlap", "chunks"):
             if self.options.origins.get(key, "default") != "default":
-                self.report.notes.append(f"{key}: no all-to-all exchange in this graph")
+                rest = "; it decides what runs beside a chain" if key == "overlap" else ""
+                self.report.notes.append(f"{key}: no all-to-all exchange in this graph{rest}")
 
     def _note_pdl_of_inductor(self) -> None:
         """Inductor launches its own kernels programmatically when it is told to, and keeps none of our rules."""

@@ -21,14 +21,23 @@ from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.report import BranchRecord, DagRecord
 
-__all__ = ["block_sizes", "build_dag", "convex", "neighbourhood", "stage_sizes", "to_record", "without_getitems"]
+__all__ = [
+    "block_sizes",
+    "build_dag",
+    "convex",
+    "neighbourhood",
+    "stage_sizes",
+    "storages",
+    "to_record",
+    "without_getitems",
+]
 
 
 # Operators that write their argument without reading what was there.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 
 
-def _storages(node: Node) -> set[object]:
+def storages(node: Node) -> set[object]:
     """What memory a node's value lives in: its fake storages, so views and in-place results share one."""
     found: set[object] = set()
     pending = [node.meta.get("val")]
@@ -58,12 +67,12 @@ def build_dag(graph: Graph) -> nx.DiGraph:
         for source in node.all_input_nodes:
             if source in overwritten:
                 continue
-            for storage in _storages(source):
+            for storage in storages(source):
                 if storage in writers and writers[storage] is not node and not dag.has_edge(writers[storage], node):
                     dag.add_edge(writers[storage], node, kind="raw")
                 readers.setdefault(storage, []).append(node)
         for written in mutated_arguments(node):
-            for storage in _storages(written):
+            for storage in storages(written):
                 for reader in readers.get(storage, ()):
                     if reader is not node and not dag.has_edge(reader, node):
                         dag.add_edge(reader, node, kind="war")

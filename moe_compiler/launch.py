@@ -26,6 +26,7 @@ from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, 
 from moe_compiler.runtime_kernels.registry import kernel
 
 __all__ = [
+    "Beside",
     "Chain",
     "Edge",
     "build_chain",
@@ -79,11 +80,30 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What the current stream does while a chain has a stream of its own.
+
+    nodes: independent of the chain; last: those among them that must be computed before the chain is waited for.
+    limit: up to how many tokens (None: any number); captured: only in a CUDA graph.
+    """
+
+    nodes: tuple[Node, ...]
+    last: tuple[Node, ...]
+    limit: int | None
+    captured: bool
+
+    def covers(self, variant: Variant) -> bool:
+        """Whether all runs of a variant are beside."""
+        return self.limit is None or (variant.max_tokens is not None and variant.max_tokens <= self.limit)
+
+
+@dataclass(frozen=True)
 class Chain:
     """A program and the graph nodes it replaces.
 
     operands: the flattened `tensors` argument. results: for each stage node and result index (None for a single
     result, (i, j) for element j of list result i) the position in the operator's list of results.
+    beside: what runs beside it, None where it runs on the current stream.
     """
 
     program: Program
@@ -92,6 +112,7 @@ class Chain:
     nodes: tuple[Node, ...]
     operands: tuple[Node, ...]
     results: tuple[tuple[Node, int | None, int], ...]
+    beside: Beside | None = None
 
 
 @dataclass
@@ -370,6 +391,7 @@ def to_record(
     sizes = block_sizes(chain.nodes)
     for variant in chain.program.variants:
         known = (forecasts or {}).get(variant.name)
+        stream = int(chain.device == "cuda" and chain.beside is not None and chain.beside.covers(variant))
         launches = tuple(
             LaunchRecord(
                 kernel=launch.kernel,
@@ -380,6 +402,7 @@ def to_record(
                 triggers=kernel(launch.kernel).traits.triggers and chain.device == "cuda",
                 pdl=launch.pdl,
                 predicted_us=None if known is None else known.launch_us[index],
+                stream=stream,
                 cost=cost_text(launch.kernel, sizes) if costs_known(launch.kernel) else {},
             )
             for index, launch in enumerate(variant.launches)

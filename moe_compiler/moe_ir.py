@@ -60,12 +60,12 @@ BACKWARD_STAGES = (
 )
 STAGES = frozenset(FORWARD_STAGES) | frozenset(BACKWARD_STAGES)
 
-# `chain` may stand beside stages that no chain took (chain_pdl disabled); the moe level is gone after expand_stages.
+# Chains may stand beside stages that no chain took (chain_pdl disabled); the moe level is gone after expand_stages.
 _VOCABULARY: dict[Level, frozenset[str]] = {
     Level.CAPTURED: frozenset(),
     Level.MOE: MOE_OPERATORS,
     Level.STAGES: STAGES,
-    Level.LAUNCHES: STAGES | {"chain"},
+    Level.LAUNCHES: STAGES | {"chain", "chain_start", "chain_wait"},
 }
 
 

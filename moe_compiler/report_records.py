@@ -266,8 +266,10 @@ class BranchRecord:
 
     nodes, operators:    its nodes in graph order, and what they are; beside: the stages that it may overlap with
     bytes, flops:        of its matmuls, in T
-    predicted_us:        of each matmul, by node
+    predicted_us, times_at: time of each matmul, by node, and for which T
     gain_us, at_tokens:  what a second stream is predicted to gain, and for which T; None without a prediction
+    overlapped, limit:   whether the chain has a second stream, and up to which T (None: any)
+    why:                 the reason, either way
     """
 
     nodes: tuple[str, ...]
@@ -279,17 +281,30 @@ class BranchRecord:
     gain_us: float | None = None
     at_tokens: int | None = None
     count: int = 1
+    times_at: int | None = None
+    overlapped: bool = False
+    limit: int | None = None
+    why: str = ""
+
+    @property
+    def matmuls(self) -> int:
+        """How many of the operators are dense matmuls."""
+        return sum(operator.endswith("mm") for operator in self.operators)
 
     def __str__(self) -> str:
-        matmuls = [operator for operator in self.operators if operator.endswith("mm")]
         time = f", {sum(self.predicted_us.values()):.1f} us predicted" if self.predicted_us else ""
+        time += f" at T={self.times_at}" if time and self.times_at is not None else ""
         gain = ""
         if self.gain_us is not None:
             gain = f"; a second stream is predicted to gain {self.gain_us:.1f} us at T={self.at_tokens}"
+        streams = "it runs on the chain's stream"
+        if self.overlapped:
+            streams = f"the chain has a second stream for {'any T' if self.limit is None else f'T <= {self.limit}'}"
+        streams += f" ({self.why})" if self.why else ""
         times = f" x{self.count}" if self.count > 1 else ""
         return (
-            f"branch{times} of {plural(len(self.nodes), 'node')} ({plural(len(matmuls), 'matmul')}{time}) may overlap "
-            f"with {', '.join(self.beside)}{gain}; it runs on the chain's stream"
+            f"branch{times} of {plural(len(self.nodes), 'node')} ({plural(self.matmuls, 'matmul')}{time}) may overlap "
+            f"with {', '.join(self.beside)}{gain}; {streams}"
         )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moe_compiler.report import Report
 
 __all__ = [
+    "beside_lines",
     "fragment_lines",
     "loop_lines",
     "match_lines",
@@ -71,6 +72,7 @@ def text(report: Report) -> str:
         lines += [f"  {line}" for line in loop_lines(report)]
     if report.schedule:
         lines.append(f"  {pdl_text(report)}")
+        lines += [f"  {line}" for line in beside_lines(report)]
     lines += [f"  note: {_indent(note)}" for note in report.notes]
     lines += [f"  error: {_indent(error)}" for error in report.errors]
     for fragment in report.folded_fragments():
@@ -97,6 +99,24 @@ def loop_lines(report: Report) -> list[str]:
                 if stages:
                     lines[f"{launch.kernel}: one loop over the experts runs {', '.join(stages)}"] = None
     return list(lines)
+
+
+def beside_lines(report: Report) -> list[str]:
+    """For each kind of branch that chains run beside on a second stream, up to which T, and what that gains."""
+    lines = []
+    for dag in report.dags:
+        for branch in dag.folded_branches():
+            if not branch.overlapped:
+                continue
+            gain = ""
+            if branch.gain_us is not None:
+                gain = f", gain {branch.gain_us:.1f} us predicted at T={branch.at_tokens}"
+            reach = "any T" if branch.limit is None else f"T <= {branch.limit}"
+            lines.append(
+                f"second stream: {dag.direction} {plural(branch.count, 'chain')} beside a branch of "
+                f"{plural(branch.matmuls, 'matmul')}, {reach}{gain} ({branch.why})"
+            )
+    return lines
 
 
 def pdl_text(report: Report) -> str:

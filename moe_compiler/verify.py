@@ -7,22 +7,28 @@ the invariant, the node and the user's line.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from moe_compiler.aliasing import mutated_arguments
+from moe_compiler.dag import storages
 from moe_compiler.errors import PassError, VerifyError
 from moe_compiler.graph_pass import GraphPass, fake_mode_of_graph, recorded_result
 from moe_compiler.launch import Chain, last_uses
 from moe_compiler.moe_ir import is_moepdl, op_name, size_expr, user_line, vocabulary_errors
 from moe_compiler.options import Options
-from moe_compiler.pdl_rules import Grid, Trigger, Wait, check
+from moe_compiler.pdl_rules import Grid, Kind, Trigger, Wait, check
 from moe_compiler.runtime_kernels.chain.program import Variant
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["check_chain", "check_graph", "grids", "interface", "returned"]
+__all__ = ["check_chain", "check_flights", "check_graph", "grids", "interface", "returned"]
+
+# What stands before and behind a chain on its second stream: events, which are full dependencies.
+_FORK, _JOIN = (Grid(name, kind=Kind.JOIN, trigger=Trigger.NONE) for name in ("fork", "join"))
 
 
 def _metadata(value: Any) -> Any:
@@ -81,10 +87,42 @@ def check_graph(graph: Graph, graph_pass: GraphPass, before: tuple[Any, ...]) ->
             raise _fail(graph_pass, "a call has no recorded value", node)
         if mode is not None and _metadata(recorded_result(node, mode)) != _metadata(node.meta["val"]):
             raise _fail(graph_pass, "the recorded value is not what the operator computes", node)
+    broken = check_flights(graph)
+    if broken is not None:
+        raise _fail(graph_pass, *broken)
     after = interface(graph)
     if after != before:
         changed = next((a for a, b in zip(after[1], before[1], strict=False) if a != b), "an input")
         raise _fail(graph_pass, f"inputs or outputs changed: {changed}", None)
+
+
+def check_flights(graph: Graph) -> tuple[str, Node] | None:
+    """The first fault of the chains that run on a second stream, and its node; None when there is none.
+
+    Each start has one wait, behind it, on the same operands. In between the chain runs beside every other node: none of
+    them may write what the chain reads, nor read its token. What the chain itself writes is memory of its own, which
+    has no name before the wait, so the reverse cannot happen: a program never writes its inputs (`Program.to_text`).
+    """
+    under_way: dict[Node, frozenset[object]] = {}
+    for node in graph.nodes:
+        operator = op_name(node) if is_moepdl(node) else ""
+        if operator == "chain_start":
+            if len(node.users) != 1 or any(op_name(user) != "chain_wait" for user in node.users):
+                return "a chain that was started has one wait, and nobody else has its token", node
+            under_way[node] = frozenset(storage for operand in node.args[0] for storage in storages(operand))  # type: ignore[union-attr, arg-type]
+        elif operator == "chain_wait":
+            start = node.args[0]
+            if not isinstance(start, Node) or start not in under_way:
+                return "a chain is waited for that was not started", node
+            if (node.args[1], node.args[3]) != (start.args[0], start.args[1]):
+                return "a chain is waited for with other operands, or another program, than it was started with", node
+            del under_way[start]
+        for written in mutated_arguments(node) if under_way else ():
+            touched = storages(written)
+            for start, read in under_way.items():
+                if touched & read:
+                    return f"it writes into {written.name}, which {start.name} reads on a second stream", node
+    return None
 
 
 def grids(chain: Chain, variant: Variant) -> list[Grid]:
@@ -118,7 +156,9 @@ def grids(chain: Chain, variant: Variant) -> list[Grid]:
 def check_chain(chain: Chain, options: Options) -> None:
     """Raise VerifyError unless every programmatic launch of the chain is provably safe, by the rules of `pdl_rules`.
 
-    A chain's first launch is a plain one besides: it separates the chain from whatever ran before.
+    A chain's first launch is a plain one besides: it separates the chain from whatever ran before. A chain on a second
+    stream stands between a fork and a join; nothing in it waits for the other stream (rule R12: no kernel of a chain
+    spins), so it cannot keep that one from the device for good.
     """
     if options.verify == "off":
         return
@@ -130,6 +170,11 @@ def check_chain(chain: Chain, options: Options) -> None:
                 raise VerifyError(f"{one}: the first launch of a chain carries the PDL attribute")
             if launch.pdl and chain.device != "cuda":
                 raise VerifyError(f"{one}: it carries the PDL attribute on a {chain.device} device")
-        broken = check(grids(chain, variant))
+        sequence = grids(chain, variant)
+        if chain.beside is None:
+            broken = check(sequence)
+        else:
+            between = check([_FORK, *sequence, _JOIN])
+            broken = [replace(violation, launch=violation.launch - 1) for violation in between]
         if broken:
             raise VerifyError(f"{where}: {broken[0]}" + (f" (and {len(broken) - 1} more)" if broken[1:] else ""))

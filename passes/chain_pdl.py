@@ -6,18 +6,24 @@ has ended when the second starts. Every later launch whose kernel waits before i
 attribute. "on" keeps every edge that is provable, "auto" those of them that gain on this device, as measured or, where
 they were not, as predicted, and "off" is the same chain without the attribute.
 
+A chain with a branch beside it (a shared expert) may get a second stream, `moe_compiler.beside` decides that.
+
 The graph itself is not rewritten here: the chains go to `lower` through the context.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networkx as nx
 from torch.fx import Graph, Node
 
 from moe_compiler import device
-from moe_compiler.branches import branches
+from moe_compiler.beside import Decision, cut_beside, cuts, decide
+from moe_compiler.branches import Branch, branches
 from moe_compiler.branches import to_record as branch_record
 from moe_compiler.dag import build_dag, convex, neighbourhood, to_record
+from moe_compiler.device_model import DeviceModel
 from moe_compiler.edge_gain import Gains, gains, provable
 from moe_compiler.errors import PdlUnavailable
 from moe_compiler.forecast import LARGE, forecast, tokens_by_variant
@@ -113,6 +119,23 @@ def _why_off(context: Context, chain: Chain) -> str:
     return unavailable
 
 
+def _beside(
+    graph: Graph, dag: nx.DiGraph, chains: list[Chain], context: Context, model: DeviceModel | None
+) -> list[tuple[list[Branch], Decision]]:
+    """For each chain its branches and whether it runs beside them; a branch belongs to the first chain beside it."""
+    found: list[tuple[list[Branch], Decision]] = []
+    taken: set[Node] = set()
+    may_cut = cuts(graph)
+    for chain in chains:
+        mine = [branch for branch in branches(dag, chain.nodes) if not taken.intersection(branch.nodes)]
+        taken.update(node for branch in mine for node in branch.nodes)
+        decision = Decision(None, "no branch")
+        if mine:
+            decision = decide(chain, mine, model, context.options, cut_beside(dag, chain, may_cut))
+        found.append((mine, decision))
+    return found
+
+
 @graph_pass(level=Level.STAGES, numerics="exact")
 def chain_pdl(graph: Graph, context: Context) -> int:
     """Make chains of the stages and mark the launches that may start before their predecessor has ended.
@@ -131,13 +154,26 @@ def chain_pdl(graph: Graph, context: Context) -> int:
     def time_us(stage: str, sizes: dict[str, int]) -> float | None:
         return None if model is None else model.time_us(stage, sizes, LARGE if tokens is None else tokens)
 
-    groups = _groups(graph, dag)
-    beside = [branch for group in groups for branch in branches(dag, group)]
-    shown = neighbourhood(dag, [*stages, *(node for branch in beside for node in branch.nodes)])
-    found = [branch_record(branch, model, LARGE if tokens is None else tokens) for branch in beside]
+    chains = [build_chain(group, direction=direction, name=f"moe_{direction}") for group in _groups(graph, dag)]
+    beside = _beside(graph, dag, chains, context, model)
+    shown = neighbourhood(dag, [*stages, *(node for mine, _ in beside for branch in mine for node in branch.nodes)])
+    found = [
+        branch_record(
+            branch,
+            model,
+            LARGE if tokens is None else tokens,
+            gain=decision.gain_us,
+            at_tokens=decision.at_tokens,
+            overlapped=decision.beside is not None,
+            limit=None if decision.beside is None else decision.beside.limit,
+            why=decision.why,
+        )
+        for mine, decision in beside
+        for branch in mine
+    ]
     context.report.dags.append(to_record(shown, direction, time_us, found))
-    for group in groups:
-        chain = build_chain(group, direction=direction, name=f"moe_{direction}")
+    for chain, (_, decision) in zip(chains, beside, strict=True):
+        chain = replace(chain, beside=decision.beside)
         off = _why_off(context, chain)
         auto = context.options.pdl == "auto"
         measured = gains(chain, tokens_by_variant(chain), context.options.tune)

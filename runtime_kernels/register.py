@@ -1,5 +1,6 @@
 """Importing this module defines every operator torch.ops.moepdl.*, once."""
 
+from moe_compiler.runtime_kernels.chain import beside as _beside  # noqa: F401
 from moe_compiler.runtime_kernels.chain import op as _chain  # noqa: F401
 from moe_compiler.runtime_kernels.combine import op as _combine  # noqa: F401
 from moe_compiler.runtime_kernels.down import op as _down  # noqa: F401

@@ -88,7 +88,8 @@ def _at(descriptor: Any, address: int) -> Any:
 
 
 class Bound:
-    """The launches of a chain. Call it with the chain's operands; it returns the outputs.
+    """The launches of a chain. Call it with the chain's operands; it returns the outputs, written where the caller says
+    or into memory of their own.
 
     tables: what it keeps alive.
     """
@@ -113,9 +114,11 @@ class Bound:
         self._offsets = tuple(offsets)
         self._size = size
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Tensor], given: list[Tensor] | None = None) -> list[Tensor]:
         device = tensors[0].device
-        outputs = [torch.empty_strided(s, t, dtype=dtype, device=device) for s, t, dtype in self._outputs]
+        outputs = given
+        if outputs is None:
+            outputs = [torch.empty_strided(s, t, dtype=dtype, device=device) for s, t, dtype in self._outputs]
         addresses = [tensors[index].data_ptr() for index in self._inputs]
         addresses += [output.data_ptr() for output in outputs]
         if self._size:

@@ -8,7 +8,7 @@ The first run with given sizes and weights goes this way and is watched; later o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -45,15 +45,16 @@ def _triton_side() -> tuple[ModuleType, ModuleType]:
     return bound, launching
 
 
-def run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-    """Run the program on the current stream of the tensors' device.
+def run(tensors: Sequence[Tensor], text: str, outputs: Mapping[str, Value] | None = None) -> list[Tensor]:
+    """Run the program on the current stream of the tensors' device; everything is allocated on that stream.
 
+    outputs: memory for the results, from `PreparedProgram.outputs_for`, where they must come from another stream.
     Raises ProgramError for a faulty program, KernelLaunchError.
     """
     first = tensors[0]
     if first.is_cuda and torch.cuda.current_device() != first.get_device():
         with torch.cuda.device(first.device):
-            return run(tensors, text)
+            return run(tensors, text, outputs)
     bound, launching = _triton_side()
     program = prepare(text)
     key = program.signature(tensors)
@@ -61,34 +62,39 @@ def run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
         key = (*key, launching.precision(torch.float32))
     known = program.bound.get(key, _NEW)
     if known is None:
-        return _run(program, tensors, None)
+        return _run(program, tensors, None, outputs)
     if known is not _NEW:
         if bound.watched() or (known.tables and torch.cuda.is_current_stream_capturing()):
-            return _run(program, tensors, None)
+            return _run(program, tensors, None, outputs)
         try:
-            return known(tensors)  # type: ignore[no-any-return]
+            return known(tensors, None if outputs is None else flatten(list(outputs.values())))  # type: ignore[no-any-return]
         except Exception as error:
             raise KernelLaunchError(program.name, "bound", known.launching, error) from error
     if launching.is_recording() or program.tokens_of(tensors) == 0:
-        return _run(program, tensors, None)
+        return _run(program, tensors, None, outputs)
     with launching.tracing() as trace:
         binder = bound.Binder(trace, tensors, program.are_weights)
-        outputs = _run(program, tensors, binder)
-    program.keep(key, binder.finish(outputs))
-    return outputs
+        results = _run(program, tensors, binder, outputs)
+    program.keep(key, binder.finish(results))
+    return results
 
 
-def _run(program: PreparedProgram, tensors: Sequence[Tensor], binder: Binder | None) -> list[Tensor]:
+def _run(
+    program: PreparedProgram, tensors: Sequence[Tensor], binder: Binder | None, outputs: Mapping[str, Value] | None
+) -> list[Tensor]:
     values, sizes = program.bind(tensors)
     variant = program.variant(sizes)
     device = tensors[0].device
     # With no tokens some launches are skipped, so a launch's predecessor is not the planned one.
     pdl_allowed = program.tokens(sizes) != 0
+    given = outputs or {}
     for launch in variant.launches:
         outs: dict[str, Value] = {}
         work = False
         for parameter, buffer in launch.outs:
-            out = values[buffer.name] = outs[parameter] = buffer.allocate(sizes, values, device)
+            known = given.get(buffer.name)
+            out = buffer.allocate(sizes, values, device) if known is None else known
+            values[buffer.name] = outs[parameter] = out
             work = work or not is_empty(out)
             if binder is not None:
                 binder.allocated(flatten([out]))

@@ -16,14 +16,13 @@ from moe_compiler.runtime_kernels.chain.program import ProgramError
 from moe_compiler.runtime_kernels.library import define
 
 
-def _fake(tensors: list[Tensor], program: str) -> list[Tensor]:
-    prepared = prepare(program)
-    values, sizes = prepared.bind(tensors)
-    outputs = prepared.any_variant().outputs
-    return flatten([buffer.allocate(sizes, values, tensors[0].device) for buffer in outputs])
+def fake(tensors: list[Tensor], program: str) -> list[Tensor]:
+    """The chain's results as fresh tensors of their shapes."""
+    return flatten(list(prepare(program).outputs_for(tensors).values()))
 
 
-def _cpu(tensors: list[Tensor], program: str) -> list[Tensor]:
+def cpu(tensors: list[Tensor], program: str) -> list[Tensor]:
+    """The chain's results, by the references of its kernels."""
     prepared = prepare(program)
     values, sizes = prepared.bind(tensors)
     for launch in prepared.variant(sizes).launches:
@@ -54,4 +53,4 @@ def _check_result(
         )
 
 
-define("chain(Tensor[] tensors, str program) -> Tensor[]", fake=_fake, cpu=_cpu, cuda=_cuda)
+define("chain(Tensor[] tensors, str program) -> Tensor[]", fake=fake, cpu=cpu, cuda=_cuda)

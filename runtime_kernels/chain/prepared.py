@@ -96,6 +96,12 @@ class PreparedProgram:
         }
         return values, [tensors[index].shape[dim] for index, dim in self._symbols]
 
+    def outputs_for(self, tensors: Sequence[Tensor]) -> dict[str, Value]:
+        """Uninitialised memory for the outputs of a run on these operands, by name, in the outputs' order."""
+        values, sizes = self.bind(tensors)
+        buffers = self.any_variant().outputs
+        return {buffer.name: buffer.allocate(sizes, values, tensors[0].device) for buffer in buffers}
+
     def signature(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """All that the launches of a run depend on: sizes, strides, dtypes, alignment, and where the weights are.
 

@@ -81,6 +81,10 @@ class Program:
     outputs: tuple[str, ...]
     variants: tuple[Variant, ...]
 
+    def variant_for(self, tokens: int) -> Variant:
+        """The variant that runs with T tokens."""
+        return next(v for v in self.variants if v.max_tokens is None or tokens <= v.max_tokens)
+
     def to_text(self) -> str:
         """Canonical JSON: equal programs have equal texts. Raises ProgramError when the program is faulty."""
         check(self)

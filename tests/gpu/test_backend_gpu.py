@@ -209,7 +209,7 @@ def test_repeated_launches_compute_what_first_ones_do(name, monkeypatch):
     calls = [(seed, tokens) for seed in range(4) for tokens in (1, 8, 200, 3000)]
     ours, known = compile_anew(), Counter()
     call = bound.Bound.__call__
-    monkeypatch.setattr(bound.Bound, "__call__", lambda self, tensors: known.update([self]) or call(self, tensors))
+    monkeypatch.setattr(bound.Bound, "__call__", lambda self, *given: known.update([self]) or call(self, *given))
     repeated = [run(ours, *each) for each in calls]
     assert known.total() >= 3 * 4, "runs after the first with a number of tokens are repeated"
     assert all(each._graph is not None for each in known), "the driver makes the launches, all in one call"

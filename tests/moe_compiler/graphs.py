@@ -13,6 +13,8 @@ from moe_compiler.report import Report
 from moe_compiler.runtime_kernels import register  # noqa: F401 - defines the operators
 
 E, K, H, I = 8, 2, 32, 16
+# Width of a shared expert.
+S = 24
 # Neither bias, nor a scale for each expert, nor groups.
 ROUTE = (None, None, K, "softmax", "before", 1, 1, 1, "-inf", True, False, 0.0, 1.0, torch.float32, torch.bfloat16)
 EXPERTS = ("silu", True, "output", torch.bfloat16)
@@ -58,6 +60,31 @@ def backward_graph(
         ]
         made += [torch.empty(n, device=device, dtype=torch.int32) for n in (tokens * K, E + 1)]
         return make_fx(block)(*made)
+
+
+def layers(tokens=4, count=1, shared=True, first=False, device="cuda", dtype=torch.bfloat16) -> GraphModule:
+    """Layers of a block with (or without) a shared expert, after autograd; `first`: the shared expert stands first."""
+
+    def routed(x, logits, gate_up, down):
+        weights, ids = torch.ops.moepdl.route(logits, *ROUTE[:-1], dtype)
+        return torch.ops.moepdl.experts(x, ids, weights, [gate_up], [], [down], [], [], [], *EXPERTS[:-1], dtype)
+
+    def expert(x, gate, up, down):
+        return torch.mm(torch.sigmoid(torch.mm(x, gate)) * torch.mm(x, up), down)
+
+    def model(x, router, gate_up, down, *own):
+        for _ in range(count):
+            x = x * 0.5
+            beside = expert(x, *own) if shared and first else None
+            y = routed(x, torch.mm(x, router), gate_up, down)
+            if shared and beside is None:
+                beside = expert(x, *own)
+            x = y if beside is None else y + beside
+        return torch.mm(x, router)
+
+    shapes = [(tokens, H), (H, E), (E, 2 * I, H), (E, H, I), (H, S), (H, S), (S, H)]
+    with FakeTensorMode():
+        return make_fx(model)(*[torch.empty(s, device=device, dtype=dtype) for s in shapes])
 
 
 def context(phase: str = "forward", **options) -> Context:

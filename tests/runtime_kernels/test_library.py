@@ -24,6 +24,8 @@ def test_importing_the_library_alone_defines_no_operator():
     assert out.returncode == 0, out.stderr
     assert out.stdout.split() == [
         "chain",
+        "chain_start",
+        "chain_wait",
         "combine",
         "down",
         "experts",
