@@ -18,6 +18,7 @@ __all__ = [
     "fragment_lines",
     "loop_lines",
     "match_lines",
+    "memory_lines",
     "miss_lines",
     "pdl_text",
     "split_where",
@@ -71,6 +72,7 @@ def text(report: Report) -> str:
         lines += [f"  {line}" for line in loop_lines(report)]
     if report.schedule:
         lines.append(f"  {pdl_text(report)}")
+        lines += [f"  {line}" for line in memory_lines(report)]
     lines += [f"  note: {_indent(note)}" for note in report.notes]
     lines += [f"  error: {_indent(error)}" for error in report.errors]
     for fragment in report.folded_fragments():
@@ -96,6 +98,16 @@ def loop_lines(report: Report) -> list[str]:
                 stages = tuple(stage for stage in stages if stage in found) or stages
                 if stages:
                     lines[f"{launch.kernel}: one loop over the experts runs {', '.join(stages)}"] = None
+    return list(lines)
+
+
+def memory_lines(report: Report) -> list[str]:
+    """For each chain what it takes between its kernels, by its variant for the most tokens."""
+    lines: dict[str, None] = {}
+    for chain in report.folded_schedule():
+        memory = chain.variants[-1].memory if chain.variants else None
+        if memory is not None:
+            lines[f"memory: {chain.direction} {memory}"] = None
     return list(lines)
 
 

@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 
 from moe_compiler.runtime_kernels import launching
 from moe_compiler.runtime_kernels.chain import bound, launcher
+from moe_compiler.runtime_kernels.chain.chunks import rounds
 from moe_compiler.runtime_kernels.chain.prepared import PreparedBuffer, prepare
+from moe_compiler.runtime_kernels.chain.program import Chunks
 
 
 class Handle:
@@ -88,26 +90,34 @@ def fresh(tensors):
 
 
 def roles(starts, inputs, outputs):
-    """Every argument of every start, an address as what it is the address of: an input, an output, or which buffer."""
-    known = {t.data_ptr(): f"in {i}" for i, t in enumerate(inputs)} | {
-        t.data_ptr(): f"out {i}" for i, t in enumerate(outputs)
-    }
+    """Every argument of every start, an address as what it is the address of: an input or an output, and how many bytes
+    into it, or which buffer.
+    """
+    known = [(f"in {i}", t) for i, t in enumerate(inputs)] + [(f"out {i}", t) for i, t in enumerate(outputs)]
     inner: dict[int, str] = {}
 
     def role(argument):
         if isinstance(argument, int) and argument > 1 << 30:
-            return known.get(argument) or inner.setdefault(argument, f"buffer {len(inner)}")
+            for name, tensor in known:
+                if 0 <= argument - tensor.data_ptr() < max(tensor.nbytes, 1):
+                    return f"{name} + {argument - tensor.data_ptr()}"
+            return inner.setdefault(argument, f"buffer {len(inner)}")
         return repr(argument) if not hasattr(argument, "base") else ("box", argument.base.data_ptr(), argument.shape)
 
     return [tuple(map(role, arguments)) for _, arguments in starts]
 
 
 @pytest.mark.parametrize("tokens", [3, 37, 3000])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward", "forward in chunks"])
 def test_a_second_run_makes_the_same_launches_on_its_own_operands(make_block, started, apart, tokens, direction):
     block = make_block(tokens=tokens, layout="packed").detached()
-    make, write = (forward_inputs, forward_program) if direction == "forward" else (backward_inputs, backward_program)
-    text, first = write(block).to_text(), make(block)
+    program = backward_program(block) if direction == "backward" else forward_program(block)
+    first = backward_inputs(block) if direction == "backward" else forward_inputs(block)
+    if direction == "forward in chunks":
+        few, many = program.variants
+        chunks = Chunks(16, ("x", "ids", "w"))
+        program = dataclasses.replace(program, variants=(few, dataclasses.replace(many, chunks=chunks)))
+    text = program.to_text()
     one = launcher.run(first, text)
     assert {kind for kind, _ in started} == {"long"}
     want = roles(started, first, one)
@@ -118,6 +128,11 @@ def test_a_second_run_makes_the_same_launches_on_its_own_operands(make_block, st
     assert roles(started, second, two) == want
     assert [(t.shape, t.stride(), t.dtype) for t in two] == [(t.shape, t.stride(), t.dtype) for t in one]
     assert not {t.data_ptr() for t in two} & {t.data_ptr() for t in one}
+    if direction == "forward in chunks" and tokens > 16:
+        rows = {argument for start in want for argument in start if argument.startswith(("in 0 ", "out 0 "))}
+        width = first[0].stride(0) * first[0].element_size()
+        firsts = [at for at, _ in rounds(tokens, 16)]
+        assert rows == {f"{name} + {at * width}" for name in ("in 0", "out 0") for at in firsts}
 
 
 def kinds(started, inputs, text):
