@@ -38,7 +38,7 @@ def in_chunks(program: Program) -> tuple[Program, dict[str, str]]:
         if reason:
             why[variant.name] = reason
         else:
-            tokens = _most_tokens(variant, program.outputs)
+            tokens = _most_tokens(program, variant)
             if variant.max_tokens is None or tokens < variant.max_tokens:
                 variant = replace(variant, chunks=Chunks(tokens, cut_inputs(variant)))
         changed.append(variant)
@@ -50,7 +50,7 @@ def memory_records(program: Program, tokens: Mapping[str, int], why: Mapping[str
     return {
         variant.name: MemoryRecord(
             tokens=tokens[variant.name],
-            bytes=variant_peak(variant, program.outputs, {"T": tokens[variant.name]}),
+            bytes=variant_peak(program, variant, {"T": tokens[variant.name]}),
             chunk_tokens=None if variant.chunks is None else variant.chunks.tokens,
             whole=why.get(variant.name, ""),
         )
@@ -58,12 +58,12 @@ def memory_records(program: Program, tokens: Mapping[str, int], why: Mapping[str
     }
 
 
-def _most_tokens(variant: Variant, outputs: tuple[str, ...]) -> int:
+def _most_tokens(program: Program, variant: Variant) -> int:
     """The largest chunk whose memory stays within CHUNK_BYTES; the smallest there is where none does."""
     low, high = 1, _MOST_TOKENS // CHUNK_UNIT
     while low < high:
         middle = (low + high + 1) // 2
-        if variant_peak(variant, outputs, {"T": middle * CHUNK_UNIT}) <= CHUNK_BYTES:
+        if variant_peak(program, variant, {"T": middle * CHUNK_UNIT}) <= CHUNK_BYTES:
             low = middle
         else:
             high = middle - 1

@@ -209,7 +209,7 @@ class MemoryRecord:
     whole: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.bytes / 1e6:.1f} MB at T={self.tokens} beside inputs and outputs"
+        text = f"{self.bytes / 1e6:.3g} MB at T={self.tokens} beside inputs and outputs"
         if self.chunk_tokens is not None:
             text += f", in chunks of at most {self.chunk_tokens} tokens"
         return text + (f'; options["memory"]="low" leaves it whole: {self.whole}' if self.whole else "")

@@ -37,18 +37,21 @@ def peak_bytes(program: Program, sizes: Mapping[str, int]) -> int:
     """
     tokens = sizes.get("T")
     fitting = (v for v in program.variants if v.max_tokens is None or (tokens is not None and tokens <= v.max_tokens))
-    return variant_peak(next(fitting), program.outputs, sizes)
+    return variant_peak(program, next(fitting), sizes)
 
 
-def variant_peak(variant: Variant, outputs: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+def variant_peak(program: Program, variant: Variant, sizes: Mapping[str, int]) -> int:
     """As `peak_bytes`, of one variant, whatever T it is for."""
     if variant.chunks is not None:
         sizes = {**sizes, "T": max(count for _, count in rounds(sizes["T"], variant.chunks.tokens))}
     symbols = tuple(sorted(sizes))
     values = [sizes[symbol] for symbol in symbols]
     alive = [0] * len(variant.launches)
-    for name, (first, last) in lifetimes(variant, outputs).items():
+    lists = dict(program.inputs)
+    for name, (first, last) in lifetimes(variant, program.outputs).items():
         buffer = variant.buffers[name]
+        if buffer.like is not None and lists[buffer.like] == 0:
+            continue
         if buffer.shape is None:
             raise ProgramError(f"variant {variant.name!r}: the size of buffer {name!r}, like an input, is not known")
         elements = prod(compile_shape(buffer.shape, symbols)(values))

@@ -110,8 +110,10 @@ def test_the_report_tells_memory_chunks_and_what_stays_whole(hopper):
         lines[phase, bool(options)] = line.strip()
         again = Report.from_dict(ctx.report.to_dict())
         assert again.schedule == ctx.report.schedule
-    assert lines["forward", False] == "memory: forward 0.9 MB at T=4096 beside inputs and outputs"
-    assert lines["forward", True].startswith("memory: forward 0.9 MB at T=4096 beside inputs and outputs, in chunks of")
+    assert lines["forward", False] == "memory: forward 0.836 MB at T=4096 beside inputs and outputs"
+    assert lines["forward", True].startswith(
+        "memory: forward 0.836 MB at T=4096 beside inputs and outputs, in chunks of"
+    )
     assert 'options["memory"]="low" leaves it whole: grad_act reads preact' in lines["backward", True]
 
 
@@ -160,11 +162,11 @@ def test_the_first_forward_of_a_checkpoint_is_cut(monkeypatch):
     def function(x):
         return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
-    x = torch.randn(1, 300, 32, requires_grad=True)
+    x = torch.randn(1, 700, 32, requires_grad=True)
     ours = compiled(function)
     out, eager = ours(x), block(x)
     torch.testing.assert_close(out, eager)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(eager.sum(), x))
     report = last_reports()[-1]
-    assert all(0 < (chunk or 0) < 300 for chunk in chunks_of(report, "forward"))
+    assert all(0 < (chunk or 0) < 700 for chunk in chunks_of(report, "forward"))
     assert chunks_of(report, "backward") and not any(chunks_of(report, "backward"))

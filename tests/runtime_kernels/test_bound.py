@@ -14,9 +14,13 @@ from tests.runtime_kernels.test_chain import backward_inputs, backward_program, 
 
 pytest.importorskip("triton")
 
+from moe_compiler import memory
+from moe_compiler.block_program import BlockSizes, inputs_of, weights_of
+from moe_compiler.block_program import forward_program as forward_program_of
 from moe_compiler.runtime_kernels import launching
 from moe_compiler.runtime_kernels.chain import bound, launcher
 from moe_compiler.runtime_kernels.chain.chunks import rounds
+from moe_compiler.runtime_kernels.chain.memory import peak_bytes
 from moe_compiler.runtime_kernels.chain.prepared import PreparedBuffer, prepare
 from moe_compiler.runtime_kernels.chain.program import Chunks
 
@@ -82,6 +86,22 @@ def apart(monkeypatch) -> None:
         module = importlib.import_module(f"moe_compiler.runtime_kernels.{folder}.launch")
         monkeypatch.setattr(module, "scratch", keep(scratch))
     monkeypatch.setattr(bound, "_pack", pack)
+
+
+@pytest.mark.parametrize("limit", [None, 2**20], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("tokens", [900, 5000])
+def test_a_repeated_run_takes_no_more_memory_than_the_program_says(started, monkeypatch, tokens, limit):
+    """One piece of memory holds all buffers of a run: no larger than those that are alive together."""
+    sizes = BlockSizes(16, 4, 256, 192)
+    if limit is not None:
+        monkeypatch.setattr(memory, "CHUNK_BYTES", limit)
+    program = forward_program_of(sizes, low=limit is not None)
+    inputs = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu")
+    launcher.run(inputs, program.to_text())
+    (known,) = prepare(program.to_text()).bound.values()
+    told = peak_bytes(program, {"T": tokens})
+    assert told - 512 < known._size <= told
+    assert limit is None or told <= limit
 
 
 def fresh(tensors):
