@@ -112,7 +112,7 @@ def bias_row(
 ):
     """The numbers `at` of an expert's bias where `keep`, else zero; fp32."""
     vector = expert_matrix(base, expert, STRIDE_E, TABLE, False, DTYPE)
-    return tl.load(vector + at * STRIDE, mask=keep, other=0.0).to(tl.float32)
+    return tl.load(vector + at.to(tl.int64) * STRIDE, mask=keep, other=0.0).to(tl.float32)
 
 
 @triton.jit

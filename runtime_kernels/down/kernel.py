@@ -192,7 +192,7 @@ def expert_step(
     j = step // PARTS
     i = (step % PARTS) * BK + tl.arange(0, BK)
     pair = token.to(tl.int64) * K + j
-    expert = tl.load(ids + token.to(tl.int64) * ID_T + j * ID_K)
+    expert = tl.load(ids + token.to(tl.int64) * ID_T + tl.cast(j, tl.int64) * ID_K)
     valid = (expert >= 0) & (expert < E)
     values = tl.load(act + pair * INTER + i, mask=(i < INTER) & valid, other=0.0).to(tl.float32)
     if weights is not None:
