@@ -162,6 +162,10 @@ class Report:
         """For each launch that is a loop over the experts, which of the DAG's stages it runs."""
         return report_text.loop_lines(self)
 
+    def memory_lines(self) -> list[str]:
+        """For each chain what it takes between its kernels."""
+        return report_text.memory_lines(self)
+
     def pdl_text(self) -> str:
         """Is PDL in use, and if not, why."""
         return report_text.pdl_text(self)
