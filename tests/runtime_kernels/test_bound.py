@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from tests.runtime_kernels.fake_driver import Driver, Kernel
 from tests.runtime_kernels.test_chain import backward_inputs, backward_program, forward_inputs, forward_program
 
 pytest.importorskip("triton")
@@ -17,7 +18,7 @@ pytest.importorskip("triton")
 from moe_compiler import memory
 from moe_compiler.block_program import BlockSizes, inputs_of, weights_of
 from moe_compiler.block_program import forward_program as forward_program_of
-from moe_compiler.runtime_kernels import launching
+from moe_compiler.runtime_kernels import cuda_driver, launching
 from moe_compiler.runtime_kernels.chain import bound, launcher
 from moe_compiler.runtime_kernels.chain.chunks import rounds
 from moe_compiler.runtime_kernels.chain.memory import peak_bytes
@@ -288,3 +289,31 @@ def test_blocks_that_live_together_never_overlap(seed):
             apart = offsets[i] + one.size <= offsets[j] or offsets[j] + other.size <= offsets[i]
             assert apart or not together or not one.size or not other.size
     assert size <= sum(-(-b.size // 512) * 512 for b in blocks)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_the_rows_of_each_chunk_reach_the_driver_in_order(started, monkeypatch, chunks):
+    """One graph of all launches: its nodes get addresses inside of the tensors of a run, again for each run."""
+    driver, kernel = Driver(), Kernel(11, [8, 8, 8])
+    driver.kernels = {11: kernel}
+    monkeypatch.setattr(cuda_driver, "function", driver.function)
+
+    def run(programs, y, z, stream, function, metadata, a, b, c, *arguments):
+        kernel.launched_by_triton(driver, *arguments)
+
+    # Slots: the tokens, the output, a buffer; then the rows of the tokens and of the output, chunk by chunk.
+    rows = [(slot, 64 * chunk) for chunk in range(chunks) for slot in (0, 1)]
+    starts = [
+        bound._Start("step", run, 11, None, 5, [0, 0, 0], [(0, 3 + 2 * i), (1, 2), (2, 4 + 2 * i)], False, False)
+        for i in range(chunks)
+    ]
+    known = bound.Bound(starts, [0], [((16 * chunks,), (1,), torch.float32)], [0], 512, rows, [])
+    for _ in range(2):
+        x = torch.zeros(16 * chunks)
+        (y,) = known([x])
+        stream, nodes = driver.graphs[-1] if chunks > 1 else (7, [driver.launches[-1][-1]])
+        assert stream == 7 and len(nodes) == chunks
+        told = [[int.from_bytes(value, "little") for value in values] for values in nodes]
+        assert [node[0] - x.data_ptr() for node in told] == [64 * chunk for chunk in range(chunks)]
+        assert [node[2] - y.data_ptr() for node in told] == [64 * chunk for chunk in range(chunks)]
+        assert len({node[1] for node in told}) == 1, "every chunk works in the same memory"
