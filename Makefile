@@ -16,10 +16,10 @@ PY := $(MOEPDL_VENV)/bin/python
 STAMP := $(MOEPDL_VENV)/.moepdl-installed
 endif
 
-.PHONY: help demo test test-full lint format bench-cpu train clean
+.PHONY: help demo test test-full sanitize lint format bench-cpu train clean
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
-	@echo "targets: demo test test-full lint format bench-cpu train clean"
+	@echo "targets: demo test test-full sanitize lint format bench-cpu train clean"
 
 $(MOEPDL_VENV)/.moepdl-installed: pyproject.toml constraints.txt
 	@echo "moepdl: setting up $(MOEPDL_VENV) (minutes the first time)"
@@ -40,6 +40,10 @@ test-full: $(STAMP)
 	$(PYTEST) $(ARGS)
 
 # Through `python -m`: ruff and mypy are the environment's own.
+# On a GPU, under compute-sanitizer: three to four minutes.
+sanitize: $(STAMP)
+	$(PY) -m tests.gpu.sanitize $(ARGS)
+
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

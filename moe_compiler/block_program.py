@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moe_compiler.memory import in_chunks
 from moe_compiler.plan import Step, variants
 from moe_compiler.runtime_kernels.chain.program import Attribute, Buffer, Program
 from moe_compiler.runtime_kernels.registry import kernel
@@ -50,12 +51,14 @@ class BlockSizes:
         return {"k": self.k, "E": self.experts, "H": self.hidden, "I": self.intermediate, "N": wide, "w": width}
 
 
-def forward_program(sizes: BlockSizes, *, save: bool = False, router: bool = True, pdl: bool = True) -> Program:
+def forward_program(
+    sizes: BlockSizes, *, save: bool = False, router: bool = True, pdl: bool = True, low: bool = False
+) -> Program:
     """router_logits, route, order, gate_up, down and combine over inputs (x [T,H], router [H,E], gate, down).
 
     save: also the pre-activation, the order and the routing weights, as training keeps them. router: False for the
     chain without its first two launches, over inputs (x, ids [T,k] int64, weights [T,k], gate, down). pdl: every launch
-    but the first is programmatic.
+    but the first is programmatic. low: as options["memory"] = "low" has it.
     """
     dtype = _name(sizes.dtype)
     expert = {"perm": "perm", "starts": "starts"}
@@ -75,7 +78,8 @@ def forward_program(sizes: BlockSizes, *, save: bool = False, router: bool = Tru
     given = ("x", "router") if router else ("x", "ids", "w")
     inputs = (*((name, None) for name in given), ("gate", 1), ("up", 0), ("down", 1))
     outputs = ("y", *(("w",) if router else ()), "preact", "perm", "starts") if save else ("y",)
-    return _program("moe_forward", steps if router else steps[2:], inputs, ("x", 0), outputs, sizes, pdl)
+    program = _program("moe_forward", steps if router else steps[2:], inputs, ("x", 0), outputs, sizes, pdl)
+    return in_chunks(program)[0] if low else program
 
 
 def backward_program(sizes: BlockSizes, *, pdl: bool = True) -> Program:

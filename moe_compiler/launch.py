@@ -21,7 +21,8 @@ from moe_compiler.device_model import Forecast
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.plan import Step, variants
-from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, VariantRecord
+from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, MemoryRecord, VariantRecord
+from moe_compiler.runtime_kernels.chain.memory import lifetimes
 from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, Variant
 from moe_compiler.runtime_kernels.registry import kernel
 
@@ -333,12 +334,7 @@ def _positions(
 
 def last_uses(program: Program, variant: Variant) -> dict[str, int]:
     """By buffer that is no output, the last launch that uses it: its memory may be a later launch's."""
-    return {
-        name: index
-        for index, launch in enumerate(variant.launches)
-        for name in (*launch.ins.values(), *launch.outs.values())
-        if name is not None and name in variant.buffers and name not in program.outputs
-    }
+    return {name: last for name, (_, last) in lifetimes(variant, program.outputs).items()}
 
 
 def edges(variant: Variant) -> tuple[Edge, ...]:
@@ -381,11 +377,12 @@ def to_record(
     why: dict[str, dict[int, str]],
     forecasts: Mapping[str, Forecast] | None = None,
     measured: Mapping[str, Mapping[int, float]] | None = None,
+    memory: Mapping[str, MemoryRecord] | None = None,
 ) -> ChainRecord:
     """What the report shows of a chain.
 
     why: for each variant and launch why it waits programmatically or not; forecasts: by variant, where there are any;
-    measured: gain of a programmatic edge by variant and consumer, where there is one.
+    measured: gain of a programmatic edge by variant and consumer, where there is one; memory: by variant.
     """
     shown = []
     sizes = block_sizes(chain.nodes)
@@ -412,7 +409,8 @@ def to_record(
             _edge_record(variant, edge, why.get(variant.name, {}), known, gains) for edge in edges(variant)
         )
         tokens = None if known is None else known.tokens
-        shown.append(VariantRecord(variant.name, variant.max_tokens, launches, shown_edges, tokens))
+        taken = (memory or {}).get(variant.name)
+        shown.append(VariantRecord(variant.name, variant.max_tokens, launches, shown_edges, tokens, taken))
     return ChainRecord(name=chain.program.name, direction=chain.direction, variants=tuple(shown))
 
 

@@ -87,6 +87,12 @@ class Options:
         '"strict" never adds a rounding that the source does not have; "fast" may, and the report says where',
         "fast",
     )
+    memory: str = _words(
+        "normal",
+        '"low": a forward chain whose temporary memory would pass 512 MiB runs over chunks of the tokens; the report '
+        "says which chains do, and why others do not",
+        "low",
+    )
     tune: str = _words(
         "cached",
         'measured gains of programmatic edges: "cached" reads the table of this device and never measures, "full" '

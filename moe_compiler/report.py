@@ -23,6 +23,7 @@ from moe_compiler.report_records import (
     GraphRecord,
     LaunchRecord,
     MatchRecord,
+    MemoryRecord,
     MissRecord,
     PassRecord,
     VariantRecord,
@@ -42,6 +43,7 @@ __all__ = [
     "GraphRecord",
     "LaunchRecord",
     "MatchRecord",
+    "MemoryRecord",
     "MissRecord",
     "PassRecord",
     "Report",
@@ -159,6 +161,10 @@ class Report:
     def loop_lines(self) -> list[str]:
         """For each launch that is a loop over the experts, which of the DAG's stages it runs."""
         return report_text.loop_lines(self)
+
+    def memory_lines(self) -> list[str]:
+        """For each chain what it takes between its kernels."""
+        return report_text.memory_lines(self)
 
     def pdl_text(self) -> str:
         """Is PDL in use, and if not, why."""

@@ -21,6 +21,7 @@ from moe_compiler.report_records import (
     GraphRecord,
     LaunchRecord,
     MatchRecord,
+    MemoryRecord,
     MissRecord,
     PassRecord,
     VariantRecord,
@@ -88,7 +89,10 @@ def _edge(data: Mapping[str, Any]) -> EdgeRecord:
 
 def _variant(data: Mapping[str, Any]) -> VariantRecord:
     launches = tuple(_launch(item) for item in data["launches"])
-    return VariantRecord(**{**data, "launches": launches, "edges": tuple(_edge(item) for item in data["edges"])})
+    edges = tuple(_edge(item) for item in data["edges"])
+    memory = data.get("memory")
+    told = None if memory is None else MemoryRecord(**memory)
+    return VariantRecord(**{**data, "launches": launches, "edges": edges, "memory": told})
 
 
 def _chain(data: Mapping[str, Any]) -> ChainRecord:

@@ -196,6 +196,26 @@ class EdgeRecord:
 
 
 @dataclass(frozen=True)
+class MemoryRecord:
+    """What a variant allocates at one time besides inputs, weights and outputs: `bytes` at T = `tokens`.
+
+    chunk_tokens: the most tokens of a chunk where options["memory"] is "low"; None: the launches take all at once
+    whole:        why "low" leaves the variant as it is, "" where it does not or was not asked for
+    """
+
+    tokens: int
+    bytes: int
+    chunk_tokens: int | None = None
+    whole: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.bytes / 1e6:.3g} MB at T={self.tokens} beside inputs and outputs"
+        if self.chunk_tokens is not None:
+            text += f", in chunks of at most {self.chunk_tokens} tokens"
+        return text + (f'; options["memory"]="low" leaves it whole: {self.whole}' if self.whole else "")
+
+
+@dataclass(frozen=True)
 class VariantRecord:
     """What a chain launches when T <= max_tokens (None: any T); the first variant that fits is taken at call time.
 
@@ -207,6 +227,7 @@ class VariantRecord:
     launches: tuple[LaunchRecord, ...] = ()
     edges: tuple[EdgeRecord, ...] = ()
     at_tokens: int | None = None
+    memory: MemoryRecord | None = None
 
     @property
     def programmatic(self) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "fragment_lines",
     "loop_lines",
     "match_lines",
+    "memory_lines",
     "miss_lines",
     "pdl_text",
     "split_where",
@@ -73,6 +74,7 @@ def text(report: Report) -> str:
     if report.schedule:
         lines.append(f"  {pdl_text(report)}")
         lines += [f"  {line}" for line in beside_lines(report)]
+        lines += [f"  {line}" for line in memory_lines(report)]
     lines += [f"  note: {_indent(note)}" for note in report.notes]
     lines += [f"  error: {_indent(error)}" for error in report.errors]
     for fragment in report.folded_fragments():
@@ -117,6 +119,16 @@ def beside_lines(report: Report) -> list[str]:
                 f"{plural(branch.matmuls, 'matmul')}, {reach}{gain} ({branch.why})"
             )
     return lines
+
+
+def memory_lines(report: Report) -> list[str]:
+    """For each chain what it takes between its kernels, by its variant for the most tokens."""
+    lines: dict[str, None] = {}
+    for chain in report.folded_schedule():
+        memory = chain.variants[-1].memory if chain.variants else None
+        if memory is not None:
+            lines[f"memory: {chain.direction} {memory}"] = None
+    return list(lines)
 
 
 def pdl_text(report: Report) -> str:

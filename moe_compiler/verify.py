@@ -131,11 +131,17 @@ def grids(chain: Chain, variant: Variant) -> list[Grid]:
     Buffers of a chain are written once and never alias its inputs, so a buffer's name stands for its memory. Memory is
     used again inside the chain: whatever a launch writes may lie where a buffer was that nothing reads any more, so it
     counts as writing those too.
+
+    A variant in chunks is seen twice over: the second chunk works in the memory of the first, on buffers of the same
+    names. Its rows of the inputs and outputs are other ones, but go by one name, which is stricter. What holds between
+    two chunks holds between any two that follow each other.
     """
-    found = []
+    found: list[Grid] = []
     last = last_uses(chain.program, variant)
-    for index, launch in enumerate(variant.launches):
-        reused = frozenset(name for name, use in last.items() if use < index)
+    rounds = 1 if variant.chunks is None else 2
+    for index, launch in list(enumerate(variant.launches)) * rounds:
+        again = len(found) >= len(variant.launches)
+        reused = frozenset(name for name, use in last.items() if use < index or again)
         traits = kernel(launch.kernel).traits
         weights = frozenset(name for key in traits.weights if (name := launch.ins.get(key)) is not None)
         found.append(

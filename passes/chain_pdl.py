@@ -30,6 +30,7 @@ from moe_compiler.forecast import LARGE, forecast, tokens_by_variant
 from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.launch import Chain, build_chain, device_of, is_stage_node, tokens_of, with_pdl
 from moe_compiler.launch import to_record as chain_record
+from moe_compiler.memory import in_chunks, memory_records
 from moe_compiler.moe_ir import Level, op_name
 from moe_compiler.passes.expand_stages import BLOCK
 from moe_compiler.verify import check_chain
@@ -179,12 +180,19 @@ def chain_pdl(graph: Graph, context: Context) -> int:
         measured = gains(chain, tokens_by_variant(chain), context.options.tune)
         chosen, why = _programmatic(chain, off, auto, None if model is None else model.boundary_us, measured)
         chain = with_pdl(chain, chosen)
+        whole: dict[str, str] = {}
+        if context.options.memory == "low":
+            program, whole = in_chunks(chain.program)
+            chain = replace(chain, program=program)
         check_chain(chain, context.options)
         context.report.pdl_off = off
         forecasts = {} if model is None else forecast(chain, model)
         context.report.predictions = next((each.source for each in forecasts.values()), "")
         if not context.report.measured or measured.by_variant == {}:
             context.report.measured = measured.source  # of several chains one that was not measured has to be told
-        context.report.schedule.append(chain_record(chain, why, forecasts, measured.by_variant))
+        # On a CPU a loop over the experts has memory of its own, which its program does not tell.
+        counted = chain.device == "cuda" or context.options.memory == "low"
+        memory = memory_records(chain.program, tokens_by_variant(chain), whole) if counted else {}
+        context.report.schedule.append(chain_record(chain, why, forecasts, measured.by_variant, memory))
         context.chains.append(chain)
     return 0

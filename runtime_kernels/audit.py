@@ -179,6 +179,12 @@ def _touches_memory(instruction: Instruction) -> bool:
 
 def compile_offline(start: Start, arch: int = 90) -> Any:
     """Compile a recorded start for compute capability `arch`. Operands count only by type and alignment."""
+    source, options = source_of(start)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def source_of(start: Start) -> tuple[Any, dict[str, Any]]:
+    """What triton compiles for a recorded start, and the options for it."""
     names = start.kernel.arg_names
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {**start.constants, "PDL": start.pdl}
@@ -197,13 +203,13 @@ def compile_offline(start: Start, arch: int = 90) -> Any:
     for name in names[len(start.operands) : len(start.operands) + len(start.numbers)]:
         signature[name] = "i32"
     signature |= dict.fromkeys(constants, "constexpr")
-    source_of = GluonASTSource if isinstance(start.kernel, GluonJITFunction) else ASTSource
+    kind = GluonASTSource if isinstance(start.kernel, GluonJITFunction) else ASTSource
     places = {(names.index(name),): value for name, value in constants.items()}
-    source = source_of(start.kernel, {name: signature[name] for name in names}, places, attributes)
+    source = kind(start.kernel, {name: signature[name] for name in names}, places, attributes)
     options = {
         "num_warps": start.warps,
         "num_stages": start.stages,
         "maxnreg": start.registers,
         "launch_pdl": start.pdl,
     }
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return source, options

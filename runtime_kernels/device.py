@@ -95,6 +95,16 @@ def activation_slope(gate, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
 
 
 @triton.jit
+def steps(index, STRIDE: tl.constexpr, SIZE: tl.constexpr):
+    """index * STRIDE for an index of at most SIZE: in 64 bits where 32 may not hold it, and only there."""
+    if SIZE * STRIDE < 2147483648:
+        offset = index * STRIDE
+    else:
+        offset = tl.cast(index, tl.int64) * STRIDE
+    return offset
+
+
+@triton.jit
 def expert_matrix(base, expert, STRIDE: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):
     """Pointer to the first element of an expert's matrix: base + expert * STRIDE, or base[expert] of a table."""
     if TABLE:
@@ -112,7 +122,7 @@ def bias_row(
 ):
     """The numbers `at` of an expert's bias where `keep`, else zero; fp32."""
     vector = expert_matrix(base, expert, STRIDE_E, TABLE, False, DTYPE)
-    return tl.load(vector + at * STRIDE, mask=keep, other=0.0).to(tl.float32)
+    return tl.load(vector + at.to(tl.int64) * STRIDE, mask=keep, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -32,6 +32,8 @@ from moe_compiler.runtime_kernels.weights import ExpertWeights
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _INT32_LIMIT = 2**31
+# What kernels count in 32 bits (pairs, tokens, programs) stays so far below that rounding it up to tiles does not pass.
+_MOST = _INT32_LIMIT - 2**20
 # As triton's kernels take them, and as Gluon's do, which also name the layout in shared memory.
 DESCRIPTORS = (TensorDescriptor, LaidOutDescriptor)
 # Addresses that one launch of the table writer takes by value.
@@ -46,6 +48,10 @@ _trace: Trace | None = None
 
 class UnsupportedDtypeError(NotImplementedError):
     """A data type that the device kernels do not compute in; the message names it and those that they do."""
+
+
+class TooManyError(ValueError):
+    """More pairs, tokens or programs than the device kernels count; the message says how many there may be."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,11 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(1 << (max(n, 1) - 1).bit_length(), least)
 
 
+def reaches_far(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether offsets inside of a tensor of these sizes and strides pass 32 bits."""
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) >= _INT32_LIMIT
+
+
 def row_major(matrix: Tensor) -> Tensor:
     """`matrix` itself if its rows are contiguous, else a contiguous copy."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
@@ -198,7 +209,7 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
     weights = ExpertWeights(tensors, what)
     check_dtype(weights.dtype, what)
     out, inner = weights.strides
-    wide = (weights.out - 1) * out + (weights.inner - 1) * inner >= _INT32_LIMIT
+    wide = reaches_far((weights.out, weights.inner), (out, inner))
     if weights.is_packed:
         return Matrix(tensors[0], weights.expert_stride, out, inner, False, True, wide)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
@@ -330,10 +341,17 @@ def start(
     """Launch `kernel` on the current stream with `programs` programs; return its compiled handle (None if none).
 
     The kernel's parameters are the operands, then the numbers (int32, not specialised), then the constants in order,
-    then PDL, which is also the launch attribute: the device code waits if and only if it is launched so.
+    then PDL, which is also the launch attribute: the device code waits if and only if it is launched so. Raises
+    TooManyError.
     """
     if programs == 0:
         return None
+    if max(programs, *numbers, 0) > _MOST:
+        raise TooManyError(
+            f"{kernel.__name__} is to run {programs} programs for sizes of {', '.join(map(str, numbers)) or '-'}; the "
+            f"kernels count tokens, (token, expert) pairs and programs up to {_MOST}. Give the model fewer tokens at a "
+            f'time; in inference options={{"memory": "low"}} does that'
+        )
     if _record is not None:
         arguments = (kernel, programs, tuple(operands), tuple(numbers), constants, pdl, warps, stages, registers)
         _record.append(Start(*arguments))

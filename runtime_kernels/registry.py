@@ -44,6 +44,8 @@ class Traits:
     weights          those of `reads` which are constant during a chain: they may be read before the PDL wait
     optional_reads   those of `reads` which may be None
     optional_writes  those of `writes` which a launch may leave out
+    by_token         parameters (read or written) whose row t belongs to token t alone: they can be cut by tokens
+    shared           those of `reads` besides the weights which all tokens share, whatever their number
     lists            parameters (read or written) which are lists of tensors
     waits, triggers  whether the kernel, launched with the PDL attribute, executes griddepcontrol.wait and
                      griddepcontrol.launch_dependents
@@ -59,6 +61,8 @@ class Traits:
     optional_reads: tuple[str, ...] = ()
     optional_writes: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
+    by_token: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ _KERNELS = _table(
             writes=("logits",),
             weights=("router", "router_bias"),
             optional_reads=("router_bias",),
+            by_token=("x", "logits"),
         ),
     ),
     # (logits [T,E], bias [E], expert_scale [E]) -> weights [T,k], ids [T,k] int64
@@ -111,6 +116,8 @@ _KERNELS = _table(
             reads=("logits", "bias", "expert_scale"),
             writes=("weights", "ids"),
             optional_reads=("bias", "expert_scale"),
+            by_token=("logits", "weights", "ids"),
+            shared=("bias", "expert_scale"),
         ),
     ),
     # -> grad_logits [T,E], grad_expert_scale [E];  attrs: score, order, renormalize, clamp, eps, scale, score_dtype
@@ -122,14 +129,16 @@ _KERNELS = _table(
             writes=("grad_logits", "grad_expert_scale"),
             optional_reads=("expert_scale",),
             optional_writes=("grad_expert_scale",),
+            by_token=("grad_weights", "logits", "ids", "grad_logits"),
+            shared=("expert_scale",),
         ),
     ),
     # ids [T,k] -> perm int32 [S], starts int32 [E+1];  attrs: num_experts.  One program: few pairs.
-    Kernel("order", "order", Traits(reads=("ids",), writes=("perm", "starts"))),
+    Kernel("order", "order", Traits(reads=("ids",), writes=("perm", "starts"), by_token=("ids",))),
     # ids -> counts int32 [ceil(S / ORDER_BLOCK), E], the pairs of each block of each expert;  attrs: num_experts
-    Kernel("order_count", "order", Traits(reads=("ids",), writes=("counts",))),
+    Kernel("order_count", "order", Traits(reads=("ids",), writes=("counts",), by_token=("ids",))),
     # attrs: num_experts
-    Kernel("order_scatter", "order", Traits(reads=("ids", "counts"), writes=("perm", "starts"))),
+    Kernel("order_scatter", "order", Traits(reads=("ids", "counts"), writes=("perm", "starts"), by_token=("ids",))),
     # -> act [S,I], preact [S,N] (optional), both in sorted row order;  attrs: k, activation, gated, save
     Kernel(
         "gate_up",
@@ -141,6 +150,7 @@ _KERNELS = _table(
             optional_reads=("weights", "gate_bias", "up_bias"),
             optional_writes=("preact",),
             lists=("gate", "up", "gate_bias", "up_bias"),
+            by_token=("x", "weights"),
         ),
     ),
     # -> act [S,I] in PAIR order, without a sort;  attrs: activation, gated
@@ -153,6 +163,7 @@ _KERNELS = _table(
             weights=("gate", "up", "gate_bias", "up_bias"),
             optional_reads=("weights", "gate_bias", "up_bias"),
             lists=("gate", "up", "gate_bias", "up_bias"),
+            by_token=("x", "weights", "ids"),
         ),
     ),
     # -> pairs [S,H] in pair order, rows of ids out of range are zero
@@ -177,10 +188,15 @@ _KERNELS = _table(
             weights=("down", "down_bias"),
             optional_reads=("weights", "down_bias"),
             lists=("down", "down_bias"),
+            by_token=("ids", "weights", "y"),
         ),
     ),
     # -> y [T,H];  attrs: k, dtype
-    Kernel("combine", "combine", Traits(reads=("pairs", "weights"), writes=("y",), optional_reads=("weights",))),
+    Kernel(
+        "combine",
+        "combine",
+        Traits(reads=("pairs", "weights"), writes=("y",), optional_reads=("weights",), by_token=("weights", "y")),
+    ),
     # -> grad_preact [S,N], act [S,I] (times w), grad_weights [T,k] fp32 (optional);  attrs: k, activation, gated
     Kernel(
         "grad_act",
@@ -192,6 +208,7 @@ _KERNELS = _table(
             optional_reads=("weights", "down_bias"),
             optional_writes=("act", "grad_weights"),
             lists=("down", "down_bias"),
+            by_token=("grad_y", "weights", "grad_weights"),
         ),
     ),
     # `down` gives the layout only: its data is not read.  -> grad_down like down;  attrs: k
@@ -203,6 +220,7 @@ _KERNELS = _table(
             writes=("grad_down",),
             weights=("down",),
             lists=("down", "grad_down"),
+            by_token=("grad_y",),
         ),
     ),
     # `gate`, `up` give the layout only.  -> grad_gate like gate, grad_up like up;  attrs: k, gated
@@ -215,6 +233,7 @@ _KERNELS = _table(
             weights=("gate", "up"),
             optional_reads=("weights",),
             lists=("gate", "up", "grad_gate", "grad_up"),
+            by_token=("x", "weights"),
         ),
     ),
     # `down_bias` gives the layout only.  -> grad_down_bias like down_bias (rows times w where given);  attrs: k
@@ -227,6 +246,7 @@ _KERNELS = _table(
             weights=("down_bias",),
             optional_reads=("weights",),
             lists=("down_bias", "grad_down_bias"),
+            by_token=("grad_y", "weights"),
         ),
     ),
     # `gate_bias`, `up_bias` give the layout only.  -> gradients like them
@@ -254,7 +274,11 @@ _KERNELS = _table(
         ),
     ),
     # -> grad_weights [T,k] fp32, <x[t], pairs[p]>;  attrs: k
-    Kernel("grad_input_weights", "grad_input_weights", Traits(reads=("x", "pairs"), writes=("grad_weights",))),
+    Kernel(
+        "grad_input_weights",
+        "grad_input_weights",
+        Traits(reads=("x", "pairs"), writes=("grad_weights",), by_token=("x", "grad_weights")),
+    ),
     # The CPU plan: one loop over the experts, everything of an expert hot in cache.
     # -> y [T,H];  attrs: activation, gated, weight_at, dtype
     Kernel(
@@ -267,6 +291,7 @@ _KERNELS = _table(
             min_arch=None,
             optional_reads=_BIASES,
             lists=(*_PROJECTIONS, *_BIASES),
+            by_token=("x", "ids", "weights", "y"),
         ),
     ),
     # -> y [T,H], preact [S,N] in sorted row order;  attrs: activation, gated, weight_at, dtype
@@ -280,6 +305,7 @@ _KERNELS = _table(
             min_arch=None,
             optional_reads=_BIASES,
             lists=(*_PROJECTIONS, *_BIASES),
+            by_token=("x", "ids", "weights", "y"),
         ),
     ),
     # -> gradients, empty (or an empty list) where needs is false;  attrs: activation, gated, weight_at, needs
@@ -294,6 +320,7 @@ _KERNELS = _table(
             optional_reads=("ids", *_BIASES),
             optional_writes=("grad_x", "grad_weights", *_GRADIENTS),
             lists=(*_PROJECTIONS, *_BIASES, *_GRADIENTS),
+            by_token=("grad_y", "x", "ids", "weights", "grad_x", "grad_weights"),
         ),
     ),
 )

@@ -234,9 +234,10 @@ def _schedule(report: Report) -> str:
     if not chains:
         return ""
     pictures = [_chain(chain, number) for number, chain in enumerate(chains)]
-    loops = "".join(f'<p class="muted">{escape(line)}</p>' for line in report.loop_lines())
+    told = [*report.loop_lines(), *report.memory_lines()]
+    lines = "".join(f'<p class="muted">{escape(line)}</p>' for line in told)
     signs = svg.lane_signs(variant for chain in chains for variant in chain.variants)
-    return svg.legend(signs) + loops + "".join(pictures)
+    return svg.legend(signs) + lines + "".join(pictures)
 
 
 def _chain(chain: ChainRecord, number: int) -> str:

@@ -26,9 +26,8 @@ from triton.runtime import driver
 
 from moe_compiler.runtime_kernels.chain import direct
 from moe_compiler.runtime_kernels.chain.graph import LaunchGraph, prepare_graph
+from moe_compiler.runtime_kernels.chain.memory import ALIGNMENT
 from moe_compiler.runtime_kernels.launching import DESCRIPTORS, Start, Trace
-
-_ALIGNMENT = 512
 
 
 @dataclass
@@ -101,6 +100,7 @@ class Bound:
         outputs: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]],
         offsets: Sequence[int],
         size: int,
+        rows: Sequence[tuple[int, int]],
         tables: Sequence[Tensor],
     ) -> None:
         self.tables = tuple(tables)
@@ -113,6 +113,7 @@ class Bound:
         self._outputs = tuple(outputs)
         self._offsets = tuple(offsets)
         self._size = size
+        self._rows = tuple(rows)
 
     def __call__(self, tensors: Sequence[Tensor], given: list[Tensor] | None = None) -> list[Tensor]:
         device = tensors[0].device
@@ -125,6 +126,8 @@ class Bound:
             block = torch.empty(self._size, dtype=torch.uint8, device=device)
             base = block.data_ptr()
             addresses += [base + offset for offset in self._offsets]
+        if self._rows:
+            addresses += [addresses[slot] + offset for slot, offset in self._rows]
         stream = driver.active.get_current_stream(device.index)
         capturing = torch.cuda.is_current_stream_capturing()
         if not self._asked and not capturing:
@@ -179,6 +182,8 @@ class Binder:
         self._weights = {id(t) for t, is_weight in zip(tensors, are_weights, strict=True) if is_weight}
         self._slots = {id(tensors[index]): slot for slot, index in enumerate(self._inputs)}
         self._blocks: list[_Block] = []
+        # The slot of a whole tensor and the bytes to the rows of a chunk; as a slot such rows count from -1 down.
+        self._rows: list[tuple[int, int]] = []
         self._starts: list[_Start] = []
         self._step = 0
         # Which of two operands a launch was given cannot be told when they are one.
@@ -189,6 +194,20 @@ class Binder:
         for tensor in tensors:
             self._slots[id(tensor)] = len(self._inputs) + len(self._blocks)
             self._blocks.append(_Block(tensor.nbytes, self._step, self._step))
+
+    def cut(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """The steps that come next are given a part of the rows of whole tensors, (part, whole)."""
+        for part, whole in rows:
+            if id(whole) not in self._slots:
+                self._possible = False
+                continue
+            self._rows.append((self._slots[id(whole)], part.data_ptr() - whole.data_ptr()))
+            self._slots[id(part)] = -len(self._rows)
+
+    def whole(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """The steps that these parts were for are over."""
+        for part, _ in rows:
+            self._slots.pop(id(part), None)
 
     def launched(self) -> None:
         """A step has made its launches."""
@@ -260,13 +279,20 @@ class Binder:
             return None
         inner = [block for block in range(len(self._blocks)) if block not in given]
         offsets, size = _pack([self._blocks[block] for block in inner])
-        order = {slot: slot for slot in range(len(self._inputs))}
-        order |= {block + len(order): slot for slot, block in enumerate([*given, *inner], start=len(order))}
+        known = len(self._inputs)
+        order = {block: slot for slot, block in enumerate([*given, *inner], start=known)}
+
+        def placed(slot: int) -> int:
+            if slot < 0:
+                return known + len(order) - slot - 1
+            return slot if slot < known else order[slot - known]
+
         for start in self._starts:
-            start.places = [(place, order[slot]) for place, slot in start.places]
-            start.boxes = [(place, number, order[slot]) for place, number, slot in start.boxes]
+            start.places = [(place, placed(slot)) for place, slot in start.places]
+            start.boxes = [(place, number, placed(slot)) for place, number, slot in start.boxes]
+        rows = [(placed(slot), offset) for slot, offset in self._rows]
         shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
-        return Bound(self._starts, self._inputs, shapes, offsets, size, self._trace.constants)
+        return Bound(self._starts, self._inputs, shapes, offsets, size, rows, self._trace.constants)
 
 
 def _pack(blocks: Sequence[_Block]) -> tuple[list[int], int]:
@@ -282,7 +308,7 @@ def _pack(blocks: Sequence[_Block]) -> tuple[list[int], int]:
         for other in sorted(others, key=lambda i: offsets[i]):
             if at + one.size <= offsets[other]:
                 break
-            at = max(at, -(-(offsets[other] + blocks[other].size) // _ALIGNMENT) * _ALIGNMENT)
+            at = max(at, -(-(offsets[other] + blocks[other].size) // ALIGNMENT) * ALIGNMENT)
         offsets[index] = at
         placed.append(index)
     return offsets, max((offsets[i] + blocks[i].size for i in placed), default=0)

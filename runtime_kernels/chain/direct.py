@@ -212,7 +212,7 @@ def _read(node: int, launch: Launch, memory: Any) -> Prepared | None:
     if any(number >= len(descriptors) for number, _ in launch.boxes):
         return None
     boxes = tuple((descriptors[number], slot) for number, slot in launch.boxes)
-    if not all(_describes(pointers[index], mark(slot)) for index, slot in boxes):
+    if not all(_describes(pointers[index] or 0, mark(slot)) for index, slot in boxes):
         return None
     config = cuda.LaunchConfig(grid=read.grid, block=read.block, shared=read.shared)
     if launch.pdl:

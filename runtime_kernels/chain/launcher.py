@@ -1,7 +1,8 @@
 """A chain on CUDA: allocate, launch in order, free each intermediate buffer after its last use.
 
 Memory freed inside the chain may be given to a later launch of it. That is safe with PDL too: every kernel waits
-before it writes, and a wait that returns means that all earlier grids of the chain are complete.
+before it writes, and a wait that returns means that all earlier grids of the chain are complete. So it is where a
+variant runs in chunks of the tokens: a chunk's memory is the next one's.
 
 The first run with given sizes and weights goes this way and is watched; later ones repeat its launches, see `bound`.
 """
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.chain.prepared import PreparedProgram, Value, flatten, prepare
+from moe_compiler.runtime_kernels.chain.prepared import (
+    Chunk,
+    PreparedProgram,
+    PreparedVariant,
+    Value,
+    flatten,
+    prepare,
+)
 from moe_compiler.runtime_kernels.stage import is_empty
 
 if TYPE_CHECKING:
@@ -85,19 +93,37 @@ def _run(
     values, sizes = program.bind(tensors)
     variant = program.variant(sizes)
     device = tensors[0].device
+    whole, chunks = program.chunks(variant, values, sizes, device, outputs)
+    if binder is not None:
+        binder.allocated(flatten(list(whole.values())))
+    for chunk in chunks:
+        if binder is not None:
+            binder.cut(chunk.rows)
+        _launch(program, variant, chunk, device, binder)
+        if binder is not None:
+            binder.whole(chunk.rows)
+        values = chunk.values
+    return flatten([whole.get(name, values[name]) for name in program.outputs])
+
+
+def _launch(
+    program: PreparedProgram, variant: PreparedVariant, chunk: Chunk, device: torch.device, binder: Binder | None
+) -> None:
+    """Make the launches of a variant for one chunk; what they leave is in its values."""
+    values = chunk.values
     # With no tokens some launches are skipped, so a launch's predecessor is not the planned one.
-    pdl_allowed = program.tokens(sizes) != 0
-    given = outputs or {}
+    pdl_allowed = program.tokens(chunk.sizes) != 0
     for launch in variant.launches:
         outs: dict[str, Value] = {}
         work = False
         for parameter, buffer in launch.outs:
-            known = given.get(buffer.name)
-            out = buffer.allocate(sizes, values, device) if known is None else known
-            values[buffer.name] = outs[parameter] = out
+            out = values.get(buffer.name)
+            if out is None:
+                out = values[buffer.name] = buffer.allocate(chunk.sizes, values, device)
+                if binder is not None:
+                    binder.allocated(flatten([out]))
+            outs[parameter] = out
             work = work or not is_empty(out)
-            if binder is not None:
-                binder.allocated(flatten([out]))
         if work:
             ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
             try:
@@ -110,4 +136,3 @@ def _run(
             value = values.pop(name)
             if binder is not None:
                 binder.freed(flatten([value]))
-    return flatten([values[name] for name in program.outputs])

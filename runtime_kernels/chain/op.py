@@ -25,18 +25,25 @@ def cpu(tensors: list[Tensor], program: str) -> list[Tensor]:
     """The chain's results, by the references of its kernels."""
     prepared = prepare(program)
     values, sizes = prepared.bind(tensors)
-    for launch in prepared.variant(sizes).launches:
-        ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
-        results = launch.kernel.reference(**ins, **launch.attrs)
-        results = results if isinstance(results, tuple) else (results,)
-        named = dict(zip(launch.kernel.traits.writes, results, strict=True))
-        for parameter, buffer in launch.outs:
-            value = named[parameter]
-            _check_result(prepared.name, launch, parameter, buffer, value, sizes)
-            values[buffer.name] = value
-        for name in launch.dead:
-            del values[name]
-    return flatten([values[name] for name in prepared.outputs])
+    variant = prepared.variant(sizes)
+    whole, chunks = prepared.chunks(variant, values, sizes, tensors[0].device)
+    for chunk in chunks:
+        values = chunk.values
+        rows = {name: values.pop(name) for name in whole}
+        for launch in variant.launches:
+            ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
+            results = launch.kernel.reference(**ins, **launch.attrs)
+            results = results if isinstance(results, tuple) else (results,)
+            named = dict(zip(launch.kernel.traits.writes, results, strict=True))
+            for parameter, buffer in launch.outs:
+                value = named[parameter]
+                _check_result(prepared.name, launch, parameter, buffer, value, chunk.sizes)
+                values[buffer.name] = value
+            for name in launch.dead:
+                del values[name]
+        for name, row in rows.items():
+            row.copy_(values[name])  # type: ignore[union-attr, arg-type]
+    return flatten([whole.get(name, values[name]) for name in prepared.outputs])
 
 
 def _check_result(

@@ -6,7 +6,7 @@ Prepared once a text and shared by the fake, the CPU and the CUDA implementation
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, ProgramError, Variant, dtype_named
+from moe_compiler.runtime_kernels.chain.chunks import rounds
+from moe_compiler.runtime_kernels.chain.memory import lifetimes
+from moe_compiler.runtime_kernels.chain.program import (
+    Buffer,
+    Chunks,
+    Launch,
+    Program,
+    ProgramError,
+    Variant,
+    dtype_named,
+)
 from moe_compiler.runtime_kernels.chain.shapes import compile_shape
 from moe_compiler.runtime_kernels.registry import Kernel, kernel
 
@@ -55,11 +65,24 @@ class PreparedLaunch:
 
 @dataclass(frozen=True)
 class PreparedVariant:
-    """The launches of one range of T, and the buffers that are the outputs."""
+    """The launches of one range of T, the buffers that are the outputs, and how the tokens are cut."""
 
     name: str
     launches: tuple[PreparedLaunch, ...]
     outputs: tuple[PreparedBuffer, ...]
+    chunks: Chunks | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round of launches works on: the values that are there before it, and the symbols' values.
+
+    rows: the tensors among the values that are a part of a whole one, each with that whole
+    """
+
+    values: dict[str, Value]
+    sizes: list[Any]
+    rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 class PreparedProgram:
@@ -149,6 +172,39 @@ class PreparedProgram:
                     return variant
         return self._limits[-1][1]
 
+    def chunks(
+        self,
+        variant: PreparedVariant,
+        values: dict[str, Value],
+        sizes: list[Any],
+        device: torch.device,
+        given: Mapping[str, Value] | None = None,
+    ) -> tuple[dict[str, Value], Iterator[Chunk]]:
+        """The outputs that are there before the launches, by name, and the rounds of launches in order.
+
+        given: memory for the outputs. Without it those are there that more than one round writes; one round allocates
+        them itself.
+        """
+        cut, at = variant.chunks, self._tokens
+        parts = [] if cut is None or at is None else rounds(sizes[at], cut.tokens)
+        whole: dict[str, Value] = dict(given or {})
+        if cut is None or at is None or len(parts) == 1:
+            return whole, iter([Chunk({**values, **whole}, sizes)])
+        for buffer in variant.outputs if given is None else ():
+            whole[buffer.name] = buffer.allocate(sizes, values, device)
+        tensors = {name: value for name in cut.inputs if isinstance(value := values[name], Tensor)}
+        for name, value in whole.items():
+            assert isinstance(value, Tensor), "outputs of a variant in chunks have a row a token"
+            tensors[name] = value
+
+        def each() -> Iterator[Chunk]:
+            for first, count in parts:
+                rows = {name: tensor.narrow(0, first, count) for name, tensor in tensors.items()}
+                pairs = tuple((rows[name], tensor) for name, tensor in tensors.items())
+                yield Chunk({**values, **rows}, [count if i == at else size for i, size in enumerate(sizes)], pairs)
+
+        return whole, each()
+
     def any_variant(self) -> PreparedVariant:
         """Some variant: all agree on the outputs, so a fake implementation needs no choice, hence no guard on T."""
         return self._limits[-1][1]
@@ -156,16 +212,13 @@ class PreparedProgram:
 
 def _variant(variant: Variant, program: Program, symbols: tuple[str, ...]) -> PreparedVariant:
     buffers = {name: _buffer(name, buffer, symbols) for name, buffer in variant.buffers.items()}
-    last: dict[str, int] = {}
-    for index, launch in enumerate(variant.launches):
-        for name in (*launch.ins.values(), *launch.outs.values()):
-            if name in buffers and name not in program.outputs:
-                last[name] = index
+    last = {name: end for name, (_, end) in lifetimes(variant, program.outputs).items()}
     launches = []
     for index, launch in enumerate(variant.launches):
         dead = tuple(sorted(name for name, end in last.items() if end == index))
         launches.append(_launch(launch, buffers, dead))
-    return PreparedVariant(variant.name, tuple(launches), tuple(buffers[name] for name in program.outputs))
+    outputs = tuple(buffers[name] for name in program.outputs)
+    return PreparedVariant(variant.name, tuple(launches), outputs, variant.chunks)
 
 
 def _buffer(name: str, buffer: Buffer, symbols: tuple[str, ...]) -> PreparedBuffer:

@@ -7,6 +7,7 @@ needs: nothing refers to a registry of the process that compiled it.
     Variant   buffers and launches; the first variant with T <= max_tokens is taken (None: any T), T = symbols["T"]
     Buffer    shape and dtype, or `like` an input (a list of tensors when that input is a list)
     Launch    a kernel of the registry, its operands by name, its attributes
+    Chunks    where a variant has it, its launches are made for some of the tokens at a time, see `chunks`
 
 A program is checked when it is turned into text and when it is parsed; every fault is a ProgramError that names the
 program, the variant, the launch and what is known instead.
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from moe_compiler.runtime_kernels.chain.chunks import CHUNK_UNIT, cut_inputs, why_whole
 from moe_compiler.runtime_kernels.chain.shapes import ShapeExpressionError, canonical
 from moe_compiler.runtime_kernels.registry import UnknownKernelError, kernel
 
@@ -62,13 +64,25 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """The launches of a variant are made once for each chunk of at most `tokens` tokens.
+
+    `inputs` are those that have a row a token: a chunk reads its rows of them, and writes its rows of the outputs.
+    """
+
+    tokens: int
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Variant:
-    """Buffers and launches, in order, for T <= max_tokens (None: for any T)."""
+    """Buffers and launches, in order, for T <= max_tokens (None: for any T). `chunks` None: for all tokens at once."""
 
     name: str
     max_tokens: int | None
     buffers: Mapping[str, Buffer]
     launches: tuple[Launch, ...]
+    chunks: Chunks | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,7 @@ def _from_text(text: str) -> Program:
                         )
                         for launch in v["launches"]
                     ),
+                    chunks=_chunks(v.get("chunks")),
                 )
                 for v in data["variants"]
             ),
@@ -135,6 +150,10 @@ def _from_text(text: str) -> Program:
 def _buffer(data: Mapping[str, Any]) -> Buffer:
     shape = data.get("shape")
     return Buffer(tuple(shape) if shape is not None else None, data.get("dtype"), data.get("like"))
+
+
+def _chunks(data: Mapping[str, Any] | None) -> Chunks | None:
+    return None if data is None else Chunks(data["tokens"], tuple(data["inputs"]))
 
 
 def _tupled(value: Any) -> Any:
@@ -154,20 +173,22 @@ def _plain(program: Program) -> dict[str, Any]:
             "pdl": item.pdl,
         }
 
+    def variant(v: Variant) -> dict[str, Any]:
+        chunks = v.chunks
+        return {
+            "name": v.name,
+            "max_tokens": v.max_tokens,
+            "buffers": {name: buffer(b) for name, b in v.buffers.items()},
+            "launches": [launch(item) for item in v.launches],
+            **({} if chunks is None else {"chunks": {"tokens": chunks.tokens, "inputs": list(chunks.inputs)}}),
+        }
+
     return {
         "name": program.name,
         "inputs": [list(pair) for pair in program.inputs],
         "symbols": {name: list(where) for name, where in program.symbols.items()},
         "outputs": list(program.outputs),
-        "variants": [
-            {
-                "name": v.name,
-                "max_tokens": v.max_tokens,
-                "buffers": {name: buffer(b) for name, b in v.buffers.items()},
-                "launches": [launch(item) for item in v.launches],
-            }
-            for v in program.variants
-        ],
+        "variants": [variant(v) for v in program.variants],
     }
 
 
@@ -238,6 +259,26 @@ def _check_variant(program: Program, variant: Variant, inputs: Mapping[str, int 
             raise ProgramError(f"{where}: output {name!r} is missing; its buffers: {known}")
         if name not in written:
             raise ProgramError(f"{where}: output {name!r} is never written")
+    if variant.chunks is not None:
+        _check_chunks(program, variant, variant.chunks, where)
+
+
+def _check_chunks(program: Program, variant: Variant, chunks: Chunks, where: str) -> None:
+    if type(chunks.tokens) is not int or chunks.tokens < 1 or chunks.tokens % CHUNK_UNIT:
+        raise ProgramError(
+            f"{where}: chunks of {chunks.tokens!r} tokens; it must be a positive multiple of {CHUNK_UNIT}"
+        )
+    fault = why_whole(variant, program.outputs)
+    if fault:
+        raise ProgramError(f"{where}: it runs in chunks of the tokens, but {fault}")
+    cut = cut_inputs(variant)
+    if sorted(chunks.inputs) != sorted(cut):
+        raise ProgramError(
+            f"{where}: its chunks cut the inputs {', '.join(chunks.inputs) or 'none'}; "
+            f"those that its launches read by token are {', '.join(cut)}"
+        )
+    if program.symbols.get("T") not in [(name, 0) for name in cut]:
+        raise ProgramError(f"{where}: it runs in chunks, and symbol 'T' is not the rows of an input that they cut")
 
 
 def _check_launch(

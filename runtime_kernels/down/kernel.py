@@ -18,6 +18,7 @@ from moe_compiler.runtime_kernels.device import (
     bias_row,
     expert_matrix,
     expert_tile,
+    steps,
     tile_of_program,
     trigger,
     upright,
@@ -192,7 +193,7 @@ def expert_step(
     j = step // PARTS
     i = (step % PARTS) * BK + tl.arange(0, BK)
     pair = token.to(tl.int64) * K + j
-    expert = tl.load(ids + token.to(tl.int64) * ID_T + j * ID_K)
+    expert = tl.load(ids + token.to(tl.int64) * ID_T + steps(j, ID_K, K))
     valid = (expert >= 0) & (expert < E)
     values = tl.load(act + pair * INTER + i, mask=(i < INTER) & valid, other=0.0).to(tl.float32)
     if weights is not None:

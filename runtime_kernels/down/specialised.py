@@ -236,7 +236,8 @@ def _scatter_rows(
         if first < last:
             if bias is not None:
                 n = column * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, acc.type.layout))
-                row = gl.load(bias + expert.to(gl.int64) * BIAS_E + n * BIAS_N, mask=(n < N) & (expert < E), other=0.0)
+                at = expert.to(gl.int64) * BIAS_E + n.to(gl.int64) * BIAS_N
+                row = gl.load(bias + at, mask=(n < N) & (expert < E), other=0.0)
                 acc += gl.expand_dims(row.to(gl.float32), 0)
             r = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORE))
             pair = gl.load(perm + r, mask=r < last, other=0)

@@ -23,6 +23,7 @@ from moe_compiler.runtime_kernels.device import (
     load_rows,
     multiply,
     shifted,
+    steps,
     tile_of_program,
     trigger,
     upright,
@@ -290,7 +291,7 @@ def gate_up_few_kernel(
     pair = tl.program_id(0) // WIDTH
     n = (tl.program_id(0) % WIDTH) * BN + tl.arange(0, BN)
     token = pair // K
-    expert = tl.load(ids + token.to(tl.int64) * ID_T + (pair % K) * ID_K)
+    expert = tl.load(ids + token.to(tl.int64) * ID_T + steps(pair % K, ID_K, K))
     DTYPE: tl.constexpr = act.dtype.element_ty
     out = act + pair.to(tl.int64) * INTER + n
     if (expert >= 0) & (expert < E):

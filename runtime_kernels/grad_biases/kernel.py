@@ -51,4 +51,4 @@ def grad_bias_kernel(
         acc += tile
     trigger(PDL)
     vector = expert_matrix(grads, expert, GRAD_E, TABLE, False, DTYPE)
-    tl.store(vector + n * GRAD_N, tl.sum(acc, 0).to(DTYPE), mask=n < SIZE)
+    tl.store(vector + n.to(tl.int64) * GRAD_N, tl.sum(acc, 0).to(DTYPE), mask=n < SIZE)

@@ -115,7 +115,7 @@ def grad_weights_kernel(
         ok = r < end
         pair = tl.load(perm + r, mask=ok, other=0)
         token_rows = tokens + (pair // K).to(tl.int64) * TOKEN_ROW
-        ordered_rows = ordered + r.to(tl.int64) * ORDERED_ROW + (FROM + part * O_SIZE)
+        ordered_rows = ordered + r.to(tl.int64) * ORDERED_ROW + (FROM + part.to(tl.int64) * O_SIZE)
         left = load_rows(token_rows, ok, t, T_SIZE, T_SIZE % BT == 0, DTYPE)
         if weights is not None:
             scale = tl.load(weights + pair, mask=ok, other=0.0).to(tl.float32)

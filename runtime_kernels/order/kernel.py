@@ -20,7 +20,7 @@ def load_experts(ids, pair, S, ID_T: tl.constexpr, ID_K: tl.constexpr, K: tl.con
     if ID_K == 1 and ID_T == K:
         at = pair
     else:
-        at = (pair // K).to(tl.int64) * ID_T + (pair % K) * ID_K
+        at = (pair // K).to(tl.int64) * ID_T + (pair % K).to(tl.int64) * ID_K
     expert = tl.load(ids + at, mask=pair < S, other=E)
     return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
@@ -112,12 +112,14 @@ def order_scatter_kernel(
     pair = block * BLOCK + i
     # Numbers past S come last of all; they have no row.
     keys = tl.where(pair < S, load_experts(ids, pair, S, ID_T, ID_K, K, E) * BLOCK + i, 0x7FFFFFFF)
-    mine = tl.load(counts + block * E + e, mask=(e < E) & (block < B), other=0)
+    mine = tl.load(counts + block.to(tl.int64) * E + e, mask=(e < E) & (block < B), other=0)
     earlier = tl.zeros((E_POW2,), tl.int32)
     total = tl.zeros((E_POW2,), tl.int32)
     for b0 in tl.range(0, B, BB, num_stages=3):
         b = b0 + tl.arange(0, BB)
-        some = tl.load(counts + b[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0)
+        some = tl.load(
+            counts + b.to(tl.int64)[:, None] * E + e[None, :], mask=(b < B)[:, None] & (e < E)[None, :], other=0
+        )
         total += tl.sum(some, 0)
         earlier += tl.sum(tl.where((b < block)[:, None], some, 0), 0)
     trigger(PDL)

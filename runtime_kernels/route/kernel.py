@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from moe_compiler.runtime_kernels.device import trigger, wait
+from moe_compiler.runtime_kernels.device import steps, trigger, wait
 
 LOWEST = tl.constexpr(-0x80000000)
 
@@ -125,7 +125,8 @@ def route_kernel(
     """
     wait(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
-    slot = tl.arange(0, GROUPS_POW2 * SIZE_POW2)
+    SLOTS: tl.constexpr = GROUPS_POW2 * SIZE_POW2
+    slot = tl.arange(0, SLOTS)
     if GROUPS == 1 or SIZE == SIZE_POW2:  # neighbours in memory, seen as such by the compiler
         real = slot < GROUPS * SIZE
         e = slot
@@ -133,10 +134,10 @@ def route_kernel(
         real = (slot // SIZE_POW2 < GROUPS) & (slot % SIZE_POW2 < SIZE)
         # Slots that no expert has get a number that no expert has.
         e = tl.where(real, slot // SIZE_POW2 * SIZE + slot % SIZE_POW2, GROUPS_POW2 * SIZE_POW2)
-    at = t.to(tl.int64)[:, None] * ROW + e[None, :] * COLUMN
+    at = t.to(tl.int64)[:, None] * ROW + steps(e, COLUMN, SLOTS)[None, :]
     scores = tl.load(logits + at, mask=(t < T)[:, None] & real[None, :], other=0.0)
     if bias is not None:
-        offset = tl.load(bias + e * BIAS, mask=real, other=0.0).to(tl.float32)
+        offset = tl.load(bias + steps(e, BIAS, SLOTS), mask=real, other=0.0).to(tl.float32)
     trigger(PDL)
     if BEFORE:
         scores = score_values(scores, real[None, :], SCORE, SCORE_DTYPE)
@@ -179,7 +180,7 @@ def route_kernel(
         values *= SCALE
     keep = (t < T)[:, None] & used
     if expert_scale is not None:
-        values *= tl.load(expert_scale + chosen * FACTOR, mask=keep, other=0.0).to(tl.float32)
+        values *= tl.load(expert_scale + steps(chosen, FACTOR, SLOTS), mask=keep, other=0.0).to(tl.float32)
     out = t.to(tl.int64)[:, None] * K + j[None, :]
     tl.store(weights + out, values.to(weights.dtype.element_ty), mask=keep)
     tl.store(ids + out, chosen.to(tl.int64), mask=keep)
@@ -222,8 +223,10 @@ def route_backward_kernel(
     e = tl.arange(0, E_POW2)
     j = tl.arange(0, K_POW2)
     used = (t < T)[:, None] & (j < K)[None, :]
-    grad = tl.load(grad_weights + t64 * GRAD_ROW + j[None, :] * GRAD_COLUMN, mask=used, other=0.0).to(tl.float32)
-    chosen = tl.load(ids + t64 * ID_T + j[None, :] * ID_K, mask=used, other=0).to(tl.int64)
+    grad = tl.load(grad_weights + t64 * GRAD_ROW + j.to(tl.int64)[None, :] * GRAD_COLUMN, mask=used, other=0.0).to(
+        tl.float32
+    )
+    chosen = tl.load(ids + t64 * ID_T + j.to(tl.int64)[None, :] * ID_K, mask=used, other=0).to(tl.int64)
     # An id out of range has no logit: it gets no gradient and gives none.
     used = used & (chosen >= 0) & (chosen < E)
     picked = tl.load(logits + t64 * ROW + chosen * COLUMN, mask=used, other=0.0)
@@ -232,7 +235,7 @@ def route_backward_kernel(
     whole = (t < T)[:, None] & (e < E)[None, :]
     everywhere: tl.constexpr = BEFORE and SCORE == "softmax"
     if everywhere:
-        row = tl.load(logits + t64 * ROW + e[None, :] * COLUMN, mask=whole, other=0.0)
+        row = tl.load(logits + t64 * ROW + e.to(tl.int64)[None, :] * COLUMN, mask=whole, other=0.0)
         row = row.to(SCORE_DTYPE).to(tl.float32)
         top = tl.max(tl.where((e < E)[None, :], row, float("-inf")), 1)
         power = tl.where((e < E)[None, :], libdevice.exp(row - top[:, None]), 0.0)

@@ -24,6 +24,7 @@ def router_logits_kernel(
     ROUTER_H: tl.constexpr,
     ROUTER_E: tl.constexpr,
     BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
     H: tl.constexpr,
     E: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -43,12 +44,12 @@ def router_logits_kernel(
     acc = zero_tile(BM, BN, False)
     for k0 in range(0, H, BK):
         tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
-        block = load_matrix(router, 0, 0, k0, column, H, E, BK, BN, ROUTER_H, ROUTER_E, False, 0)
+        block = load_matrix(router, 0, 0, k0, column, H, E, BK, BN, ROUTER_H, ROUTER_E, WIDE, 0)
         acc = multiply(tile, block, acc, False, PRECISION)
     trigger(PDL)
     e = column + tl.arange(0, BN)
     if bias is not None:
-        acc += tl.load(bias + e * BIAS, mask=e < E, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + e.to(tl.int64) * BIAS, mask=e < E, other=0.0).to(tl.float32)[None, :]
     out = logits + t.to(tl.int64)[:, None] * E + e[None, :]
     tl.store(out, acc.to(logits.dtype.element_ty), mask=ok[:, None] & (e < E)[None, :])
 
@@ -63,6 +64,7 @@ def router_logits_few_kernel(
     ROUTER_H: tl.constexpr,
     ROUTER_E: tl.constexpr,
     BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
     H: tl.constexpr,
     E: tl.constexpr,
     BN: tl.constexpr,
@@ -77,9 +79,9 @@ def router_logits_few_kernel(
     row = x + token * X_ROW
     acc = tl.zeros((BN, BK), tl.float32)
     for k0 in tl.static_range(0, H, BK):
-        acc = dot_step(acc, router, row, e, k0, H, E, BK, BN, ROUTER_E, ROUTER_H, False)
+        acc = dot_step(acc, router, row, e, k0, H, E, BK, BN, ROUTER_E, ROUTER_H, WIDE)
     trigger(PDL)
     total = tl.sum(acc, 1)
     if bias is not None:
-        total += tl.load(bias + e * BIAS, mask=e < E, other=0.0).to(tl.float32)
+        total += tl.load(bias + e.to(tl.int64) * BIAS, mask=e < E, other=0.0).to(tl.float32)
     tl.store(logits + token * E + e, total.to(logits.dtype.element_ty), mask=e < E)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_compiler.runtime_kernels.launching import capability, check_dtype, power_of_two, precision, row_major, start
+from moe_compiler.runtime_kernels.launching import (
+    capability,
+    check_dtype,
+    power_of_two,
+    precision,
+    reaches_far,
+    row_major,
+    start,
+)
 from moe_compiler.runtime_kernels.router_logits.kernel import router_logits_few_kernel, router_logits_kernel
 from moe_compiler.runtime_kernels.tiles import Tile, choose_tile
 
@@ -25,6 +33,7 @@ def router_logits(
         "ROUTER_H": router.stride(0),
         "ROUTER_E": router.stride(1),
         "BIAS": 0 if bias is None else bias.stride(0),
+        "WIDE": reaches_far(router.shape, router.stride()),
         "H": hidden,
         "E": experts,
     }

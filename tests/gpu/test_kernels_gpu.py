@@ -7,7 +7,6 @@ error is seen in the kernel that makes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,43 +16,12 @@ from torch import Tensor
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.route.reference import _limited
 from moe_compiler.runtime_kernels.weights import WeightLayoutError
+from tests.gpu.cases import GPT_OSS, Case, biases_of, routing, weights_of
 
 pytestmark = pytest.mark.gpu
 
 # Relative to the norm: a rounding of the result, and for float32 the order of summation.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.float64: 0.0}
-TOKENS = (1, 2, 3, 17, 128, 1000)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One block: sizes, layout of the weights, data type, routing."""
-
-    experts: int
-    k: int
-    hidden: int
-    inner: int
-    layout: str = "packed"
-    dtype: torch.dtype = torch.bfloat16
-    activation: str = "silu"
-    gated: bool = True
-    weight_at: str = "output"
-    routing: str = "random"
-    tokens: tuple[int, ...] = TOKENS
-    biased: bool = False
-
-    @property
-    def name(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        gated = "gated" if self.gated else "plain"
-        sizes = f"E{self.experts}k{self.k}H{self.hidden}I{self.inner}"
-        biased = "-biased" if self.biased else ""
-        return f"{sizes}-{self.layout}-{dtype}-{self.activation}-{gated}-{self.weight_at}-{self.routing}{biased}"
-
-
-GPT_OSS = "silu(alpha=1.702,limit=0.7,shift=1.0)"  # a limit that many of the values here pass
-# Layouts: packed, transposed (contiguous columns), interleaved (the experts' rows alternate), separate, list,
-# list_packed, turns and turned_columns (gate and up are every other row of one tensor, stored by rows or by columns).
 CASES = [
     Case(8, 2, 256, 128),
     Case(128, 8, 128, 192, layout="transposed", activation="gelu", routing="skewed", tokens=(1, 17, 1000)),
@@ -79,56 +47,12 @@ CASES = [
     # Rows enough for the kernels with specialised warps.
     Case(4, 2, 256, 192, tokens=(1000,), routing="skewed"),
     Case(3, 2, 320, 128, layout="separate", routing="outside", weight_at="input", tokens=(1000,), biased=True),
+    # Experts with as many rows as a tile has, one less, one more, and none.
+    Case(13, 2, 128, 64, routing="ragged", tokens=(15, 16, 127, 128, 129, 4097)),
+    Case(13, 3, 136, 72, layout="list", routing="ragged", biased=True, tokens=(15, 16, 17, 127, 129, 300)),
+    Case(13, 2, 64, 40, layout="separate", dtype=torch.float32, routing="ragged", tokens=(15, 16, 129, 400)),
     Case(4, 2, 2880, 2880, layout="turned_columns", activation=GPT_OSS, biased=True, tokens=(1, 3, 40)),
 ]
-
-
-def _routing(case: Case, tokens: int) -> Tensor:
-    ids = torch.rand(tokens, case.experts).argsort(1)[:, : case.k]
-    if case.routing == "one":
-        return torch.full_like(ids, case.experts - 1)
-    if case.routing == "skewed":  # expert 0 has most tokens, odd experts have none
-        return torch.where(torch.rand(ids.shape) < 0.7, 0, ids // 2 * 2)
-    if case.routing == "outside":
-        ids = torch.where(torch.rand(ids.shape) < 0.3, case.experts + 2, ids)
-        return torch.where(torch.rand(ids.shape) < 0.1, -1, ids)
-    return ids
-
-
-def _weights(case: Case) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """gate, up, down on the GPU in the case's layout."""
-    e, h, i = case.experts, case.hidden, case.inner
-    packed = case.gated and case.layout in ("packed", "transposed", "interleaved", "list_packed")
-    gate = torch.randn(e, 2 * i if packed else i, h) / h**0.5
-    up = torch.randn(e, i, h) / h**0.5
-    down = torch.randn(e, h, i) / i**0.5
-    gate, up, down = (w.to(device="cuda", dtype=case.dtype) for w in (gate, up, down))
-    if case.layout in ("turns", "turned_columns"):
-        both = torch.stack([gate, up], 2).flatten(1, 2)
-        if case.layout == "turned_columns":
-            both, down = both.mT.contiguous().mT, down.mT.contiguous().mT
-        return [both[:, 0::2]], [both[:, 1::2]], [down]
-    if case.layout == "transposed":
-        gate, down = (w.mT.contiguous().mT for w in (gate, down))
-    if case.layout == "interleaved":  # the experts' rows alternate
-        gate, down = (w.transpose(0, 1).contiguous().transpose(0, 1) for w in (gate, down))
-    if case.layout.startswith("list"):
-        ups = [w.clone() for w in up] if case.gated and not packed else []
-        return [w.clone() for w in gate], ups, [w.clone() for w in down]
-    return [gate], [up] if case.gated and not packed else [], [down]
-
-
-def _biases(case: Case, gate: list[Tensor], up: list[Tensor], down: list[Tensor]) -> dict[str, list[Tensor]]:
-    """The biases of the three projections, in a layout that goes with the weights'."""
-    made: dict[str, list[Tensor]] = {}
-    for name, weights in (("gate_bias", gate), ("up_bias", up), ("down_bias", down)):
-        size = weights[0].shape[-2] if weights else 0
-        rows = torch.randn(case.experts, size).to(device="cuda", dtype=case.dtype)
-        made[name] = [] if not case.biased or not weights else list(rows.clone()) if len(weights) > 1 else [rows]
-    if case.biased and case.layout in ("turns", "turned_columns"):
-        both = torch.stack([made["gate_bias"][0], made["up_bias"][0]], 2).flatten(1, 2)
-        made |= {"gate_bias": [both[:, 0::2]], "up_bias": [both[:, 1::2]]}
-    return made
 
 
 def _map(value: Any, change: Any) -> Any:
@@ -211,7 +135,7 @@ class Runner:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_expert_kernels(case: Case) -> None:
     torch.manual_seed(0)
-    gate, up, down = _weights(case)
+    gate, up, down = weights_of(case)
     for tokens in case.tokens:
         _check_block(case, tokens, gate, up, down)
 
@@ -220,7 +144,7 @@ def _check_block(case: Case, tokens: int, gate: list[Tensor], up: list[Tensor], 
     run = Runner(f"T={tokens}", case.dtype)
     device = {"device": "cuda"}
     pairs, k, parts = tokens * case.k, case.k, 2 if case.gated else 1
-    ids = _routing(case, tokens).to(device="cuda", dtype=torch.int64 if tokens % 2 else torch.int32)
+    ids = routing(case, tokens).to(device="cuda", dtype=torch.int64 if tokens % 2 else torch.int32)
     x, grad_y = (torch.randn(tokens, case.hidden).to(dtype=case.dtype, **device) for _ in range(2))
     weights = torch.rand(tokens, k).add(0.1).to(dtype=case.dtype, **device)
     inside, outside = (weights, None) if case.weight_at == "input" else (None, weights)
@@ -235,7 +159,7 @@ def _check_block(case: Case, tokens: int, gate: list[Tensor], up: list[Tensor], 
     }
     expert = run("order", ordering, {"ids": ids}, numbers)
     used = torch.arange(pairs, **device) < expert["starts"][-1]
-    biases = _biases(case, gate, up, down)
+    biases = biases_of(case, gate, up, down)
     ups = {"gate": gate, "up": up}
     first = {**ups, "gate_bias": biases["gate_bias"], "up_bias": biases["up_bias"]}
     second = {"down": down, "down_bias": biases["down_bias"]}
@@ -470,30 +394,52 @@ def test_route_odd_values() -> None:
     assert _route(logits, 8, order="after")[1][1, 0] == 3
 
 
-def test_no_tokens() -> None:
-    """Without tokens the starts and the weight gradients are still written."""
+@pytest.mark.parametrize("layout", ["packed", "separate", "list"])
+def test_no_tokens(layout: str) -> None:
+    """Without tokens the starts and the gradients of weights and biases are still written."""
+    case = Case(5, 2, 64, 32, layout=layout, biased=True)
+    gate, up, down = weights_of(case)
+    biases = biases_of(case, gate, up, down)
     ids = torch.empty(0, 2, dtype=torch.int64, device="cuda")
-    perm, starts = (
-        torch.empty(0, dtype=torch.int32, device="cuda"),
-        torch.full((6,), 7, dtype=torch.int32, device="cuda"),
-    )
-    kernel("order").launch({"perm": perm, "starts": starts}, {"ids": ids}, {"num_experts": 5}, pdl=False)
-    assert not starts.any()
-    weight = torch.empty(5, 32, 64, dtype=torch.bfloat16, device="cuda")
-    grad = torch.full_like(weight, float("nan"))
-    rows = {"act": weight.new_empty(0, 64), "grad_y": weight.new_empty(0, 32), "perm": perm, "starts": starts}
-    kernel("grad_down").launch({"grad_down": [grad]}, {**rows, "down": [weight]}, {"k": 2}, pdl=False)
-    assert not grad.any()
+    perm = torch.empty(0, dtype=torch.int32, device="cuda")
+    starts = torch.full((6,), 7, dtype=torch.int32, device="cuda")
+    counts = torch.empty(0, 5, dtype=torch.int32, device="cuda")
+    for name, ins in (("order", {"ids": ids}), ("order_scatter", {"ids": ids, "counts": counts})):
+        starts.fill_(7)
+        kernel(name).launch({"perm": perm, "starts": starts}, ins, {"num_experts": 5}, pdl=False)
+        assert not starts.any(), name
+    rows = {
+        "x": gate[0].new_empty(0, 64),
+        "grad_y": gate[0].new_empty(0, 64),
+        "act": gate[0].new_empty(0, 32),
+        "grad_preact": gate[0].new_empty(0, 64),
+        "weights": gate[0].new_empty(0, 2),
+        "perm": perm,
+        "starts": starts,
+    }
+    tensors = {"gate": gate, "up": up, "down": down, **biases}
+    for name, attrs in (
+        ("grad_down", {"k": 2}),
+        ("grad_gate_up", {"k": 2, "gated": True}),
+        ("grad_down_bias", {"k": 2}),
+        ("grad_gate_up_bias", {}),
+    ):
+        traits = kernel(name).traits
+        grads = {write: _map(tensors[write.removeprefix("grad_")], _poisoned) for write in traits.writes}
+        ins = {key: (rows | tensors)[key] for key in traits.reads}
+        kernel(name).launch(grads, ins, attrs, pdl=False)
+        for write, made in grads.items():
+            assert not any(grad.any() for grad in made), f"{name}.{write}"
 
 
 def test_grad_y_of_another_dtype() -> None:
     """grad_y may be wider than the compute type, and need not be contiguous."""
     torch.manual_seed(0)
     case = Case(8, 2, 128, 64)
-    gate, up, down = _weights(case)
+    gate, up, down = weights_of(case)
     tokens, pairs = 33, 66
     run = Runner("wide grad_y", case.dtype)
-    ids = _routing(case, tokens).cuda()
+    ids = routing(case, tokens).cuda()
     ordering = {
         "perm": torch.empty(pairs, dtype=torch.int32, device="cuda"),
         "starts": torch.empty(9, dtype=torch.int32, device="cuda"),
@@ -539,7 +485,7 @@ def test_chain_in_a_graph(layout: str, tokens: int) -> None:
     """A forward chain with PDL, captured: replays follow new inputs, and agree with eager launches bit by bit."""
     torch.manual_seed(0)
     case = Case(8, 2, 256, 128, layout=layout)
-    gate, up, down = _weights(case)
+    gate, up, down = weights_of(case)
     pairs = tokens * 2
     cuda = {"device": "cuda"}
     x, logits = torch.randn(tokens, 256, **cuda).bfloat16(), torch.randn(tokens, 8, **cuda)

@@ -36,6 +36,7 @@ def test_defaults():
         "remainder": "inductor",
         "verify": "structural",
         "numerics": "strict",
+        "memory": "normal",
         "tune": "cached",
         "dryrun": False,
         "on_error": "raise",

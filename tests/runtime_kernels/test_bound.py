@@ -10,13 +10,20 @@ import weakref
 import pytest
 import torch
 
+from tests.runtime_kernels.fake_driver import Driver, Kernel
 from tests.runtime_kernels.test_chain import backward_inputs, backward_program, forward_inputs, forward_program
 
 pytest.importorskip("triton")
 
-from moe_compiler.runtime_kernels import launching
+from moe_compiler import memory
+from moe_compiler.block_program import BlockSizes, inputs_of, weights_of
+from moe_compiler.block_program import forward_program as forward_program_of
+from moe_compiler.runtime_kernels import cuda_driver, launching
 from moe_compiler.runtime_kernels.chain import bound, launcher
+from moe_compiler.runtime_kernels.chain.chunks import rounds
+from moe_compiler.runtime_kernels.chain.memory import peak_bytes
 from moe_compiler.runtime_kernels.chain.prepared import PreparedBuffer, prepare
+from moe_compiler.runtime_kernels.chain.program import Chunks
 
 BOXED = {"tokens": 1000, "experts": 4, "hidden": 64, "inner": 64, "dtype": torch.bfloat16}
 
@@ -84,21 +91,40 @@ def apart(monkeypatch) -> None:
     monkeypatch.setattr(bound, "_pack", pack)
 
 
+@pytest.mark.parametrize("limit", [None, 2**20], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("tokens", [900, 5000])
+def test_a_repeated_run_takes_no_more_memory_than_the_program_says(started, monkeypatch, tokens, limit):
+    """One piece of memory holds all buffers of a run: no larger than those that are alive together."""
+    sizes = BlockSizes(16, 4, 256, 192)
+    if limit is not None:
+        monkeypatch.setattr(memory, "CHUNK_BYTES", limit)
+    program = forward_program_of(sizes, low=limit is not None)
+    inputs = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu")
+    launcher.run(inputs, program.to_text())
+    (known,) = prepare(program.to_text()).bound.values()
+    told = peak_bytes(program, {"T": tokens})
+    assert told - 512 < known._size <= told
+    assert limit is None or told <= limit
+
+
 def fresh(tensors):
     """The same operands at other addresses, but for the weights."""
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) if t.dim() < 3 else t for t in tensors]
 
 
 def roles(starts, inputs, outputs):
-    """Every argument of every start, an address as what it is the address of: an input, an output, or which buffer."""
-    known = {t.data_ptr(): f"in {i}" for i, t in enumerate(inputs)} | {
-        t.data_ptr(): f"out {i}" for i, t in enumerate(outputs)
-    }
+    """Every argument of every start, an address as what it is the address of: an input or an output, and how many bytes
+    into it, or which buffer.
+    """
+    known = [(f"in {i}", t) for i, t in enumerate(inputs)] + [(f"out {i}", t) for i, t in enumerate(outputs)]
     inner: dict[int, str] = {}
 
     def role(argument):
         if isinstance(argument, int) and argument > 1 << 30:
-            return known.get(argument) or inner.setdefault(argument, f"buffer {len(inner)}")
+            for name, tensor in known:
+                if 0 <= argument - tensor.data_ptr() < max(tensor.nbytes, 1):
+                    return f"{name} + {argument - tensor.data_ptr()}"
+            return inner.setdefault(argument, f"buffer {len(inner)}")
         return ("box", role(argument.base.data_ptr()), *argument.shape) if hasattr(argument, "base") else repr(argument)
 
     return [tuple(map(role, arguments)) for _, arguments in starts]
@@ -106,17 +132,22 @@ def roles(starts, inputs, outputs):
 
 # The last one has rows enough for specialised warps, which take an activation by a descriptor.
 @pytest.mark.parametrize("sizes", [{"tokens": 3}, {"tokens": 37}, {"tokens": 3000}, BOXED], ids=str)
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward", "forward in chunks"])
 def test_a_second_run_makes_the_same_launches_on_its_own_operands(make_block, started, apart, sizes, direction):
     block = make_block(**sizes, layout="packed").detached()
-    make, write = (forward_inputs, forward_program) if direction == "forward" else (backward_inputs, backward_program)
-    text, first = write(block).to_text(), make(block)
+    program = backward_program(block) if direction == "backward" else forward_program(block)
+    first = backward_inputs(block) if direction == "backward" else forward_inputs(block)
+    limit = 400 if sizes is BOXED else 16
+    if direction == "forward in chunks":
+        few, many = program.variants
+        chunks = Chunks(limit, ("x", "ids", "w"))
+        program = dataclasses.replace(program, variants=(few, dataclasses.replace(many, chunks=chunks)))
+    text = program.to_text()
     one = launcher.run(first, text)
     assert {kind for kind, _ in started} == {"long"}
     want = roles(started, first, one)
     boxes = {role for start in want for role in start if isinstance(role, tuple)}
-    rows = sizes["tokens"] * block.ids.shape[1]
-    assert any(role[2] == rows and role[1].startswith("buffer") for role in boxes) == (sizes is BOXED)
+    assert any(role[1].startswith("buffer") for role in boxes) == (sizes is BOXED)
     started.clear()
     second = fresh(first)
     two = launcher.run(second, text)
@@ -124,6 +155,12 @@ def test_a_second_run_makes_the_same_launches_on_its_own_operands(make_block, st
     assert roles(started, second, two) == want
     assert [(t.shape, t.stride(), t.dtype) for t in two] == [(t.shape, t.stride(), t.dtype) for t in one]
     assert not {t.data_ptr() for t in two} & {t.data_ptr() for t in one}
+    if direction == "forward in chunks" and sizes["tokens"] > limit:
+        names = {argument for start in want for argument in start if isinstance(argument, str)}
+        rows = {name for name in names if name.startswith(("in 0 ", "out 0 "))}
+        width = first[0].stride(0) * first[0].element_size()
+        firsts = [at for at, _ in rounds(sizes["tokens"], limit)]
+        assert rows == {f"{name} + {at * width}" for name in ("in 0", "out 0") for at in firsts}
 
 
 def kinds(started, inputs, text):
@@ -259,3 +296,31 @@ def test_blocks_that_live_together_never_overlap(seed):
             apart = offsets[i] + one.size <= offsets[j] or offsets[j] + other.size <= offsets[i]
             assert apart or not together or not one.size or not other.size
     assert size <= sum(-(-b.size // 512) * 512 for b in blocks)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_the_rows_of_each_chunk_reach_the_driver_in_order(started, monkeypatch, chunks):
+    """One graph of all launches: its nodes get addresses inside of the tensors of a run, again for each run."""
+    driver, kernel = Driver(), Kernel(11, [8, 8, 8])
+    driver.kernels = {11: kernel}
+    monkeypatch.setattr(cuda_driver, "function", driver.function)
+
+    def run(programs, y, z, stream, function, metadata, a, b, c, *arguments):
+        kernel.launched_by_triton(driver, *arguments)
+
+    # Slots: the tokens, the output, a buffer; then the rows of the tokens and of the output, chunk by chunk.
+    rows = [(slot, 64 * chunk) for chunk in range(chunks) for slot in (0, 1)]
+    starts = [
+        bound._Start("step", run, 11, None, 5, [0, 0, 0], [(0, 3 + 2 * i), (1, 2), (2, 4 + 2 * i)], [], False, False)
+        for i in range(chunks)
+    ]
+    known = bound.Bound(starts, [0], [((16 * chunks,), (1,), torch.float32)], [0], 512, rows, [])
+    for _ in range(2):
+        x = torch.zeros(16 * chunks)
+        (y,) = known([x])
+        stream, nodes = driver.graphs[-1] if chunks > 1 else (7, [driver.launches[-1][-1]])
+        assert stream == 7 and len(nodes) == chunks
+        told = [[int.from_bytes(value, "little") for value in values] for values in nodes]
+        assert [node[0] - x.data_ptr() for node in told] == [64 * chunk for chunk in range(chunks)]
+        assert [node[2] - y.data_ptr() for node in told] == [64 * chunk for chunk in range(chunks)]
+        assert len({node[1] for node in told}) == 1, "every chunk works in the same memory"

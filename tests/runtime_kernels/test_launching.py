@@ -76,6 +76,25 @@ def test_a_descriptor_needs_stored_rows_without_gaps() -> None:
         assert box(listed, matrix(listed, "gate"), 64, False, (32, 64)) is None
 
 
+def test_more_pairs_than_are_counted_is_an_error() -> None:
+    """Nothing is launched with a number that has wrapped around."""
+    pairs = 2**31 - 2**20
+    for count, error in ((pairs, None), (pairs + 1, launching.TooManyError)):
+        with torch.device("meta"):
+            rows, perm = torch.empty(count, 64, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int32)
+            ins = {"act": rows, "perm": perm, "starts": torch.empty(5, dtype=torch.int32), "down_bias": None}
+            ins["down"] = [torch.empty(4, 64, 64, dtype=torch.bfloat16)]
+        with recording() as starts:
+            if error is None:
+                kernel("down").launch({"pairs": rows}, ins, {}, pdl=False)
+                assert len(starts) == 1
+            else:
+                with pytest.raises(
+                    error, match=r"the kernels count tokens, .* up to 2146435072\. Give the model fewer"
+                ):
+                    kernel("down").launch({"pairs": rows}, ins, {}, pdl=False)
+
+
 def test_recording_launches_nothing_and_ends() -> None:
     pairs = torch.zeros(6, 32, dtype=torch.bfloat16)
     outs, ins = {"y": torch.ones(3, 32)}, {"pairs": pairs, "weights": None}
