@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_compiler.errors import MoepdlError, OptionError, near_name
+from moe_compiler.errors import MoepdlError, OptionError, UsageError, near_name
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -34,13 +34,9 @@ if TYPE_CHECKING:
     from moe_compiler.graph_pass import GraphPass
     from moe_compiler.report import Report
 
-__all__ = ["UsageError", "main"]
+__all__ = ["main"]
 
 DONE, FAILED, MISUSED = 0, 1, 2
-
-
-class UsageError(MoepdlError):
-    """The command line names something that is not there; exit code 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

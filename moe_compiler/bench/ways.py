@@ -1,0 +1,100 @@
+"""What is compared: moepdl, eager, Inductor in each spelling that can win, and peers; each a call of x [T, H]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_compiler.bench.block import SPELLINGS, Block
+from moe_compiler.bench.peers import Peer, PeerBlock
+
+__all__ = ["EAGER", "INDUCTOR", "OURS", "Compiled", "Way", "inductor_spellings", "usual_spelling"]
+
+OURS, EAGER, INDUCTOR = "moepdl", "eager", "inductor"
+
+
+@dataclass
+class Way:
+    """name: its column. call: x [T, H] -> y [T, H]. label: which of a column's ways, e.g. the spelling.
+
+    peer: what it was given, for a peer.
+    """
+
+    name: str
+    call: Callable[[Tensor], Tensor]
+    label: str = ""
+    peer: PeerBlock | None = None
+
+    @property
+    def title(self) -> str:
+        """Name and label, different for each way of a row."""
+        return f"{self.name} {self.label}".strip()
+
+
+def inductor_spellings(block: Block, tokens: int) -> tuple[str, ...]:
+    """The spellings that can be Inductor's better one.
+
+    batched_mm reads, writes and reads again one expert a pair; where that is twice all experts, grouped_mm has won.
+    """
+    if block.gate_up.dtype is not torch.bfloat16:
+        return (usual_spelling(block),)
+    pairs = tokens * block.shape.k
+    return SPELLINGS if pairs <= 2 * block.shape.experts else ("grouped_mm",)
+
+
+def usual_spelling(block: Block) -> str:
+    """grouped_mm, which torch compiles in bfloat16 only; in other types batched_mm."""
+    return "grouped_mm" if block.gate_up.dtype is torch.bfloat16 else "batched_mm"
+
+
+@dataclass
+class Compiled:
+    """The compiled twins of one block, so that no way's compile stands in another's cache.
+
+    options: of the backend. dynamic: moepdl is compiled once for all T from 2 on, not once for each.
+    """
+
+    block: Block
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool = True
+    _ours: dict[tuple[bool, int], tuple[Any, Block]] = field(default_factory=dict)
+
+    def eager(self) -> Way:
+        """The block itself."""
+        spelling = usual_spelling(self.block)
+        return Way(EAGER, self.block.twin(spelling), spelling)
+
+    def inductor(self, spelling: str) -> Way:
+        """The block in one spelling, for one number of tokens."""
+        twin = self.block.twin(spelling)
+        return Way(INDUCTOR, torch.compile(twin, backend="inductor", dynamic=False), spelling)
+
+    def ours(self, x: Tensor) -> Way:
+        """moepdl, for the number of tokens of x; marks that number as dynamic where one compile serves many."""
+        from moe_compiler.demo import backend_or_function
+
+        tokens = x.shape[0]
+        dynamic = self.dynamic and tokens > 1
+        key = (x.requires_grad, 0 if dynamic else tokens)
+        if key not in self._ours:
+            twin = self.block.twin(usual_spelling(self.block))
+            backend = backend_or_function(OURS)
+            compiled = torch.compile(twin, backend=backend, dynamic=None if dynamic else False, options=dict(self.options))
+            self._ours[key] = (compiled, twin)
+        if dynamic:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        return Way(OURS, self._ours[key][0], usual_spelling(self.block))
+
+    def peers(self, peers: Mapping[str, Peer], inputs: Sequence[Tensor], direction: str) -> dict[str, Callable[[], Way | None]]:
+        """For each peer a function that makes its way for these inputs, None where it offers none."""
+
+        def made(name: str, peer: Peer) -> Way | None:
+            given = PeerBlock(self.block, inputs, direction)
+            call = peer(given)
+            return None if call is None else Way(name, call, peer=given)
+
+        return {name: (lambda name=name, peer=peer: made(name, peer)) for name, peer in peers.items()}
