@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_compiler.bench.results import FORWARD
 from moe_compiler.bench.shapes import Shape
 
-__all__ = ["FORWARD", "FORWARD_BACKWARD", "Speed", "device_speed", "floor_us", "formula"]
-
-FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
+__all__ = ["Speed", "device_speed", "floor_us", "formula"]
 
 # Measured by large copies and matmuls, by device and width of an element: bytes a second, FLOP a second.
 _KNOWN = {("NVIDIA H200", 2): (4.3e12, 790e12)}

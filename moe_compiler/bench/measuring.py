@@ -16,13 +16,14 @@ from torch import Tensor
 from moe_compiler import timing
 from moe_compiler.bench import exact, timed
 from moe_compiler.bench.block import Block
-from moe_compiler.bench.floor import FORWARD, Speed, floor_us
+from moe_compiler.bench.floor import Speed, floor_us
 from moe_compiler.bench.peers import Peer
+from moe_compiler.bench.results import FORWARD, GRAPH, NOGRAPH
+from moe_compiler.bench.shapes import Shape
 from moe_compiler.bench.ways import EAGER, INDUCTOR, OURS, Compiled, Way, inductor_spellings
 
-__all__ = ["GRAPH", "NOGRAPH", "Plan", "measure"]
+__all__ = ["Plan", "failed_rows", "measure"]
 
-GRAPH, NOGRAPH = "graph", "nograph"
 Say = Callable[[str], None]
 
 
@@ -88,8 +89,12 @@ def measure(compiled: Compiled, plan: Plan, say: Say) -> Iterator[list[dict[str,
             if not timed.is_out_of_memory(error):
                 raise
             _free()
-            empty = {"us": None, "floor_us": None, "peers": {}, "problems": {OURS: "out of memory"}}
-            yield [_row(compiled.block, direction, tokens, mode, **empty) for mode in modes]
+            yield _failed(compiled.block.shape, direction, tokens, modes, "out of memory")
+
+
+def failed_rows(shape: Shape, plan: Plan, why: str) -> list[dict[str, Any]]:
+    """The rows of a plan of which nothing could be measured."""
+    return [row for direction, tokens, modes in plan.cases for row in _failed(shape, direction, tokens, modes, why)]
 
 
 def _measure(
@@ -274,7 +279,7 @@ def _summary(
     outside = {name: sorted(way.peer.outside) for name, way in others.items() if way.peer is not None}
     us = medians[best[OURS].title] if ours else None
     return _row(
-        case.block,
+        case.block.shape,
         direction,
         case.inputs[0].shape[0],
         mode,
@@ -294,8 +299,13 @@ def _summary(
     )
 
 
-def _row(block: Block, direction: str, tokens: int, mode: str, **values: Any) -> dict[str, Any]:
-    return {"shape": block.shape.name, "tokens": tokens, "direction": direction, "mode": mode, **values}
+def _failed(shape: Shape, direction: str, tokens: int, modes: Sequence[str], why: str) -> list[dict[str, Any]]:
+    empty = {"us": None, "floor_us": None, "peers": {}, "problems": {OURS: why}}
+    return [_row(shape, direction, tokens, mode, **empty) for mode in modes]
+
+
+def _row(shape: Shape, direction: str, tokens: int, mode: str, **values: Any) -> dict[str, Any]:
+    return {"shape": shape.name, "tokens": tokens, "direction": direction, "mode": mode, **values}
 
 
 def _free() -> None:

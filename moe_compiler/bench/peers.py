@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_compiler.bench.block import Block
-from moe_compiler.bench.floor import FORWARD
+from moe_compiler.bench.results import FORWARD
 from moe_compiler.bench.shapes import Shape
 from moe_compiler.errors import UsageError
 

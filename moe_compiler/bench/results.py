@@ -25,10 +25,27 @@ from typing import Any
 
 from moe_compiler.errors import MoepdlError
 
-__all__ = ["SCHEMA", "Results", "commit", "load", "markdown", "save", "title_of"]
+__all__ = [
+    "DIRECTIONS",
+    "FORWARD",
+    "FORWARD_BACKWARD",
+    "GRAPH",
+    "MODES",
+    "NOGRAPH",
+    "SCHEMA",
+    "Results",
+    "commit",
+    "load",
+    "markdown",
+    "save",
+    "table",
+    "title_of",
+]
 
 SCHEMA = 1
-_DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
+DIRECTIONS = FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
+MODES = GRAPH, NOGRAPH = "graph", "nograph"
+_TITLES = {FORWARD: "forward", FORWARD_BACKWARD: "forward + backward"}
 
 
 @dataclass
@@ -44,6 +61,11 @@ class Results:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as the JSON holds them."""
         return {"schema": SCHEMA, **vars(self)}
+
+    @property
+    def file_name(self) -> str:
+        """The shape's name as a name for files: sizes are joined by x."""
+        return str(self.shape["name"]).replace(",", "x")
 
     def groups(self) -> list[tuple[str, str]]:
         """(direction, mode) of the rows, in order."""
@@ -96,11 +118,11 @@ def title_of(results: Results) -> str:
 
 def markdown(results: Results) -> str:
     """The results as a page: where measured, notes, one table a direction, what went wrong."""
-    about = ", ".join(f"{key} {value}" for key, value in results.environment.items() if value not in ("", {}, None))
+    about = ", ".join(f"{key} {value}" for key, value in results.environment.items() if value not in ("", {}, [], None))
     lines = [f"# One MoE block, {title_of(results)}", "", about, "", *(f"- {note}" for note in results.notes)]
     for direction in dict.fromkeys(row["direction"] for row in results.rows):
         rows = [row for row in results.rows if row["direction"] == direction]
-        lines += ["", f"## {_DIRECTIONS[direction].capitalize()}, us", "", table(rows)]
+        lines += ["", f"## {_TITLES[direction].capitalize()}, us", "", table(rows)]
     problems = _problems(results.rows)
     if problems:
         lines += ["", "## Not in the tables", "", *(f"- {text}" for text in problems)]
@@ -169,7 +191,7 @@ def _problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             if str(row["tokens"]) not in tokens:
                 tokens.append(str(row["tokens"]))
     return [
-        f"{_DIRECTIONS[direction]}, T={', '.join(tokens)}, {way}: {text}"
+        f"{_TITLES[direction]}, T={', '.join(tokens)}, {way}: {text}"
         for (direction, way, text), tokens in found.items()
     ]
 

@@ -43,11 +43,6 @@ class Shape:
     transposed: bool = False
 
     @property
-    def file_name(self) -> str:
-        """A name for files: sizes are joined by x."""
-        return self.name.replace(",", "x")
-
-    @property
     def matmul_size(self) -> int:
         """Elements of the three matrices of one expert."""
         return 3 * self.hidden * self.intermediate
