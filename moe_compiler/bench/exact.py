@@ -61,13 +61,13 @@ def output_error(y: Tensor, exact: Tensor, near: Tensor) -> float:
 
 
 def gradient_errors(
-    block: Block, x: Tensor, grad_y: Tensor, choice: Choice, *, router: bool = True, given: Tensor | None = None
+    block: Block, x: Tensor, grad_y: Tensor, choice: Choice, *, given: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, float]:
     """Relative errors of `x.grad` and of the gradients of the block's parameters, by name; infinite where one misses.
 
     x: [T, H], its gradient is that of an output with gradient grad_y [T, H], which must be zero at near ties.
-    router: whether the gradient runs on through the router. If not, the routing weights were an input, and `given` are
-    they, in the block's dtype; their gradient is compared in place of the router's.
+    given: (weights, ids), each [T, k], where these were an input: the gradient of the weights is then compared in place
+    of the router's, which it does not run through.
     """
     parts: dict[str, list[float]] = {}
 
@@ -105,7 +105,7 @@ def gradient_errors(
         grad_x += _grad(rows)
         for name, leaf in leaves.items():
             compare(f"shared.{name}", block.shared.get_parameter(name).grad, _grad(leaf))
-    if router:
+    if given is None:
         rows = x64.clone().requires_grad_()
         weight = block.router.weight.detach().double().requires_grad_()
         bias = None if block.router.bias is None else block.router.bias.detach().double().requires_grad_()
@@ -115,8 +115,12 @@ def gradient_errors(
         compare("router.weight", block.router.weight.grad, _grad(weight))
         if bias is not None and block.router.bias is not None:
             compare("router.bias", block.router.bias.grad, _grad(bias))
-    elif given is not None:
-        compare("weights", given.grad, grad_weights)
+    else:
+        # By expert: which of two close weights comes first is no part of the choice.
+        weights, ids = given
+        blank = grad_weights.new_zeros(ids.shape[0], block.shape.experts)
+        found = None if weights.grad is None else blank.scatter(1, ids, weights.grad.double())
+        compare("weights", found, blank.scatter(1, choice.ids, grad_weights))
     compare("x", x.grad, grad_x)
     return {name: _ratio(off, size) for name, (off, size) in parts.items()}
 

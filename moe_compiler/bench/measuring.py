@@ -22,7 +22,7 @@ from moe_compiler.bench.results import FORWARD, GRAPH, NOGRAPH
 from moe_compiler.bench.shapes import Shape
 from moe_compiler.bench.ways import EAGER, INDUCTOR, OURS, Compiled, Way, inductor_spellings
 
-__all__ = ["Plan", "failed_rows", "measure"]
+__all__ = ["Plan", "failed_rows", "first_calls", "measure"]
 
 Say = Callable[[str], None]
 
@@ -70,13 +70,28 @@ class _Case:
         leaves = [*self.inputs, *self.block.parameters()]
 
         def run(x: Tensor) -> Tensor:
-            for leaf in leaves if way.peer is None else [*leaves, *way.peer.routed]:
+            for leaf in (*leaves, *_routing_weights(way)):
                 leaf.grad = None
             y = way.call(x)
             y.backward(grad)
             return y.detach()
 
         return run
+
+
+def first_calls(compiled: Compiled, plan: Plan) -> Iterator[Callable[[], object]]:
+    """A call of moepdl for each case of a plan, one that launches all that its timed calls will."""
+
+    def call(direction: str, tokens: int) -> None:
+        x = _inputs(compiled.block, tokens, direction != FORWARD, plan.seed)[0]
+        with torch.set_grad_enabled(direction != FORWARD):
+            y = compiled.ours(x).call(x)
+            if direction != FORWARD:
+                y.sum().backward()
+                compiled.block.zero_grad()
+
+    for direction, tokens, _ in plan.cases:
+        yield lambda direction=direction, tokens=tokens: call(direction, tokens)
 
 
 def measure(compiled: Compiled, plan: Plan, say: Say) -> Iterator[list[dict[str, Any]]]:
@@ -108,8 +123,6 @@ def _measure(
         eager = compiled.eager()
         _add(case, eager.title, lambda: eager)
         makers: dict[str, Callable[[], Way | None]] = {OURS: lambda: compiled.ours(inputs[0])}
-        for x in inputs[1:]:
-            compiled.ours(x)
         if tokens in plan.reference:
             for spelling in inductor_spellings(block, tokens):
                 makers[f"{INDUCTOR} {spelling}"] = lambda spelling=spelling: compiled.inductor(spelling)
@@ -117,6 +130,9 @@ def _measure(
         for title, make in makers.items():
             say(f"compiling and checking {title}")
             _add(case, title, make)
+        left = compiled.not_rewritten()
+        if left and OURS not in case.problems:
+            case.problems[OURS] = left
         say("timing")
         memory = _memory(case)
         samples = {mode: _time(case, mode, plan.rounds) for mode in modes}
@@ -174,6 +190,11 @@ def _add(case: _Case, title: str, make: Callable[[], Way | None]) -> None:
         case.ways.append(way)
 
 
+def _routing_weights(way: Way) -> list[Tensor]:
+    """The routing weights that a peer got as an input."""
+    return [] if way.peer is None else [weights for weights, _ in way.peer.routed]
+
+
 def _text(error: Exception) -> str:
     if timed.is_out_of_memory(error):
         return "out of memory"
@@ -190,9 +211,8 @@ def _check(case: _Case, way: Way) -> str:
         grad = case.grad.masked_fill(case.choice.near[:, None], 0.0)
         y = case.step(way, grad)(x)
         errors[""] = exact.output_error(y, exact.exact_output(case.block, x, case.choice), case.choice.near)
-        outside = way.peer is not None and bool(way.peer.routed)
-        given = way.peer.routed[0] if way.peer is not None and outside else None
-        found = exact.gradient_errors(case.block, x, grad, case.choice, router=not outside, given=given)
+        given = way.peer.routed[0] if way.peer is not None and way.peer.routed else None
+        found = exact.gradient_errors(case.block, x, grad, case.choice, given=given)
         errors |= {f"gradient of {name}": error for name, error in found.items()}
     if way.name == EAGER:
         case.eager_errors = errors
@@ -221,8 +241,7 @@ def _memory(case: _Case) -> dict[str, int]:
             leaf.grad = None
 
         def kept(y: Tensor, way: Way = way) -> int:
-            own = [] if way.peer is None else way.peer.routed
-            grads = [leaf.grad for leaf in (*leaves, *own) if leaf.grad is not None]
+            grads = [leaf.grad for leaf in (*leaves, *_routing_weights(way)) if leaf.grad is not None]
             return sum(t.numel() * t.element_size() for t in (y, *grads))
 
         peak = timed.peak_bytes(lambda call=call: call(case.inputs[0]), kept)  # type: ignore[misc]

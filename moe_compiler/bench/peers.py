@@ -53,7 +53,7 @@ class PeerBlock:
         self.tokens = inputs[0].shape[0]
         self.direction = direction
         self.outside: set[str] = set()
-        self.routed: list[Tensor] = []  # the weights that `routing` gave out
+        self.routed: list[tuple[Tensor, Tensor]] = []  # what `routing` gave out
         self._kept: dict[tuple[Any, int], Any] = {}
         self._sealed = False
 
@@ -88,8 +88,8 @@ class PeerBlock:
 
     def _router(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, ids = self.router(x)
-        self.routed.append(weights.detach().requires_grad_(self.direction != FORWARD))
-        return self.routed[-1], ids
+        self.routed.append((weights.detach().requires_grad_(self.direction != FORWARD), ids))
+        return self.routed[-1]
 
 
 Peer = Callable[[PeerBlock], "Call | None"]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_compiler import timing
+from moe_compiler import device, timing
 from moe_compiler.bench import timed
 from moe_compiler.bench.block import make_block
 from moe_compiler.bench.exact import FACTOR, TOLERANCE
 from moe_compiler.bench.floor import device_speed, formula
-from moe_compiler.bench.measuring import Plan, failed_rows, measure
+from moe_compiler.bench.measuring import Plan, failed_rows, first_calls, measure
 from moe_compiler.bench.peers import load_peers
 from moe_compiler.bench.results import GRAPH, NOGRAPH, Results, commit, save
 from moe_compiler.bench.shapes import Shape
@@ -58,20 +59,33 @@ def run(request: Request, folder: Path) -> tuple[list[Results], bool]:
     dtype = getattr(torch, request.dtype)
     ignore_known_warnings()
     found: list[Results] = []
-    with Progress("bench") as progress:
+    with Progress("bench") as progress, _ahead(request.device) as ahead:
         try:
             progress.step("bandwidth and matmul rate")
             speed = device_speed(request.device, dtype, measure=request.measure_floor)
             plan = Plan(request.cases, request.reference, peers, speed, request.seed, request.rounds)
             for shape in request.shapes:
                 found.append(_empty(request, shape, dtype, plan))
-                _measure(request, shape, dtype, plan, found[-1], folder, progress.step)
+                _measure(request, shape, dtype, plan, found[-1], folder, progress.step, ahead)
         except KeyboardInterrupt:
             if found:
                 found[-1].notes.append("Interrupted: what is missing was not measured.")
                 save(found[-1], folder, found[-1].file_name)
             return found, True
     return found, False
+
+
+@contextlib.contextmanager
+def _ahead(kind: str) -> Iterator[Any]:
+    """What compiles kernels ahead on a GPU, its processes on their way; None where there are no kernels of ours."""
+    if kind != "cuda" or device.why_left_alone(kind, torch.bfloat16):
+        yield None
+        return
+    from moe_compiler.bench.ahead import Ahead  # needs triton
+
+    with Ahead().open() as ahead:
+        ahead.warm()
+        yield ahead
 
 
 def _measure(
@@ -82,6 +96,7 @@ def _measure(
     results: Results,
     folder: Path,
     say: Callable[[str], None],
+    ahead: Any,
 ) -> None:
     """Fill the results of one shape; written after each number of tokens."""
     torch._dynamo.reset()
@@ -95,7 +110,11 @@ def _measure(
         results.rows += failed_rows(shape, plan, f"out of memory: the experts' weights alone are {size:.1f} GiB")
         save(results, folder, results.file_name)
         return
-    for rows in measure(Compiled(block, request.options, dynamic=not request.static), plan, say):
+    compiled = Compiled(block, request.options, dynamic=not request.static)
+    if ahead is not None:
+        say(f"{shape.name}: compiling moepdl and its kernels")
+        ahead.compile(first_calls(compiled, plan))
+    for rows in measure(compiled, plan, say):
         results.rows += rows
         for row in rows:
             for name, parts in row.get("outside", {}).items():

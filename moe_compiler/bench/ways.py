@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_compiler.backend import last_reports
 from moe_compiler.bench.block import SPELLINGS, Block
 from moe_compiler.bench.peers import Peer, PeerBlock
+from moe_compiler.report import Report
 
 __all__ = ["EAGER", "INDUCTOR", "OURS", "Compiled", "Way", "inductor_spellings", "usual_spelling"]
 
@@ -61,7 +63,8 @@ class Compiled:
     block: Block
     options: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool = True
-    _ours: dict[tuple[bool, int], tuple[Any, Block]] = field(default_factory=dict)
+    _ours: dict[tuple[bool, int], tuple[Callable[[Tensor], Tensor], list[Report]]] = field(default_factory=dict)
+    _reports: list[Report] = field(default_factory=list)
 
     def eager(self) -> Way:
         """The block itself."""
@@ -74,20 +77,33 @@ class Compiled:
         return Way(INDUCTOR, torch.compile(twin, backend="inductor", dynamic=False), spelling)
 
     def ours(self, x: Tensor) -> Way:
-        """moepdl, for the number of tokens of x; marks that number as dynamic where one compile serves many."""
+        """moepdl, for the number of tokens of x; compiled, at the latest, by a first call here."""
         from moe_compiler.demo import backend_or_function
 
-        tokens = x.shape[0]
+        tokens, spelling = x.shape[0], usual_spelling(self.block)
         dynamic = self.dynamic and tokens > 1
         key = (x.requires_grad, 0 if dynamic else tokens)
         if key not in self._ours:
-            twin = self.block.twin(usual_spelling(self.block))
-            backend = backend_or_function(OURS)
-            compiled = torch.compile(twin, backend=backend, dynamic=None if dynamic else False, options=dict(self.options))
-            self._ours[key] = (compiled, twin)
-        if dynamic:
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-        return Way(OURS, self._ours[key][0], usual_spelling(self.block))
+            backend, options = backend_or_function(OURS), dict(self.options)
+            twin = self.block.twin(spelling)
+            compiled = torch.compile(twin, backend=backend, dynamic=None if dynamic else False, options=options)
+            # On a tensor of its own: the mark would make the other ways' compiles dynamic too.
+            first = x.detach().requires_grad_(x.requires_grad)
+            if dynamic:
+                torch._dynamo.maybe_mark_dynamic(first, 0)
+            before = last_reports()
+            compiled(first)
+            reports = [report for report in last_reports() if not any(report is old for old in before)]
+            self._ours[key] = compiled, reports
+        compiled, self._reports = self._ours[key]
+        return Way(OURS, compiled, spelling)
+
+    def not_rewritten(self) -> str:
+        """Why what `ours` returned last left the block to Inductor; empty when it did not."""
+        if any(report.matches for report in self._reports):
+            return ""
+        reasons = [reason for r in self._reports for reason in (*r.errors, *(miss.reason for miss in r.misses))]
+        return f"not rewritten, what was timed is Inductor's: {'; '.join(reasons) or 'no block was found'}"
 
     def peers(self, peers: Mapping[str, Peer], inputs: Sequence[Tensor], direction: str) -> dict[str, Callable[[], Way | None]]:
         """For each peer a function that makes its way for these inputs, None where it offers none."""

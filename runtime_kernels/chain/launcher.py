@@ -69,7 +69,10 @@ def run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
             return known(tensors)  # type: ignore[no-any-return]
         except Exception as error:
             raise KernelLaunchError(program.name, "bound", known.launching, error) from error
-    if launching.is_recording() or program.tokens_of(tensors) == 0:
+    if launching.is_recording():
+        # Nothing was computed, but what comes after the chain may index with its outputs: zeros are valid ids.
+        return [output.zero_() for output in _run(program, tensors, None)]
+    if program.tokens_of(tensors) == 0:
         return _run(program, tensors, None)
     with launching.tracing() as trace:
         binder = bound.Binder(trace, tensors, program.are_weights)

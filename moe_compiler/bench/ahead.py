@@ -1,0 +1,135 @@
+"""Compile the kernels that a measurement will launch before it starts, on all cores at once.
+
+A call is made with its launches recorded instead of made; what each of them would compile goes to worker processes, by
+way of triton's cache. It saves time only: what is missing afterwards is compiled when it is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moe_compiler.runtime_kernels.launching import DESCRIPTORS, Start, compile_recorded, recording
+
+__all__ = ["Ahead", "Job", "job_of", "start_of"]
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 14
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What of an operand a kernel is compiled for. descriptor: of its class with the fields but the tensor, or None."""
+
+    dtype: torch.dtype
+    aligned: bool
+    descriptor: tuple[type, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A `Start` without its memory, for another process. kernel: (module, name)."""
+
+    kernel: tuple[str, str]
+    operands: tuple[Operand | None, ...]
+    start: Start
+
+
+def job_of(start: Start) -> Job:
+    """The job of a recorded start."""
+    function = start.kernel.fn
+    # Numbers are values of a launch, not of the compiled kernel; only how many there are counts.
+    stripped = replace(start, kernel=None, operands=(), programs=1, numbers=(2,) * len(start.numbers))
+    return Job((function.__module__, function.__name__), tuple(map(_operand, start.operands)), stripped)
+
+
+def start_of(job: Job) -> Start:
+    """A start that compiles to what the job's start does; its operands are small tensors on the CPU."""
+    module, name = job.kernel
+    kernel = getattr(importlib.import_module(module), name)
+    return replace(job.start, kernel=kernel, operands=tuple(map(_stand_in, job.operands)))
+
+
+def _operand(operand: Any) -> Operand | None:
+    if operand is None:
+        return None
+    if isinstance(operand, DESCRIPTORS):
+        fields = {name: value for name, value in vars(operand).items() if name != "base"}
+        return Operand(operand.base.dtype, True, (type(operand), fields))
+    return Operand(operand.dtype, operand.data_ptr() % 16 == 0)
+
+
+def _stand_in(operand: Operand | None) -> Any:
+    if operand is None:
+        return None
+    memory = torch.empty(64, dtype=operand.dtype)  # aligned to 64 bytes
+    if operand.descriptor is not None:
+        kind, fields = operand.descriptor
+        return kind(memory, **fields)
+    return memory if operand.aligned else memory[1:]
+
+
+def _compile(job: Job) -> None:
+    """In a worker: compile, and audit what is to be launched programmatically, for the current device."""
+    compile_recorded(start_of(job))
+
+
+class Ahead:
+    """A pool of processes that compile, started when it is first needed."""
+
+    def __init__(self, workers: int | None = None) -> None:
+        self.workers = min(WORKERS, (os.cpu_count() or 1) - 1) if workers is None else workers
+        self._pool: ProcessPoolExecutor | None = None
+        self._known: set[str] = set()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Ahead]:
+        """With the pool closed at the end."""
+        try:
+            yield self
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+
+    def warm(self) -> None:
+        """Start the processes, which import torch and triton meanwhile."""
+        if self._pool is None and self.workers > 1:
+            self._pool = ProcessPoolExecutor(self.workers, multiprocessing.get_context("spawn"))
+            for _ in range(self.workers):
+                self._pool.submit(os.getpid)
+
+    def compile(self, calls: Iterable[Callable[[], object]]) -> int:
+        """Compile what these calls would launch; how many kernels that were. The calls' results mean nothing."""
+        if self.workers < 2:
+            return 0
+        self.warm()
+        assert self._pool is not None
+        futures = []
+        for call in calls:
+            try:
+                with recording() as starts:
+                    call()
+            except Exception as error:
+                # Whatever it is (no memory for this one, a model that does not compile) is met again, and told, when the
+                # call is measured.
+                logger.debug("nothing was compiled ahead: %s: %s", type(error).__name__, error)
+                continue
+            for start in starts:
+                job = job_of(start)
+                if repr(job) not in self._known:
+                    self._known.add(repr(job))
+                    futures.append(self._pool.submit(_compile, job))
+        for future in futures:
+            # A kernel that cannot be compiled fails again, with its name, where it is launched.
+            future.exception()
+        return len(futures)
