@@ -1,7 +1,7 @@
-"""Peers for `moepdl bench block --peers examples/peers_torch.py`: an example of the file, and two plain ways to compare with.
+"""Peers for `moepdl bench block --peers examples/peers_torch.py`: an example of such a file, and two plain ways.
 
-Each `peer_NAME(block)` returns a function of x [T, H] that gives the block's output, or None where it offers nothing. What
-`block` holds is told in `moe_compiler/bench/peers.py`. The first line of a peer's docstring stands in the results.
+Each `peer_NAME(block)` returns a function of x [T, H] that gives the block's output, or None where it offers nothing.
+What `block` holds is told in `moe_compiler/bench/peers.py`. The first line of a peer's docstring stands in the results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def peer_all_experts(block: PeerBlock) -> Callable[[Tensor], Tensor] | None:
     def scores(x: Tensor) -> Tensor:
         """[T, E], zero where an expert was not chosen."""
         weights, ids = block.routing(x)
-        return torch.zeros(x.shape[0], block.shape.experts, dtype=weights.dtype, device=x.device).scatter(1, ids, weights)
+        return torch.zeros(x.shape[0], block.shape.experts, dtype=weights.dtype, device=x.device).scatter(
+            1, ids, weights
+        )
 
     def forward(x: Tensor) -> Tensor:
         # With backward the scores lead to the routing weights, so they are no constant that could be prepared.

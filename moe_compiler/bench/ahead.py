@@ -120,8 +120,8 @@ class Ahead:
                 with recording() as starts:
                     call()
             except Exception as error:
-                # Whatever it is (no memory for this one, a model that does not compile) is met again, and told, when the
-                # call is measured.
+                # Whatever it is (no memory for this one, a block that does not compile) is met again, and told, when
+                # the call is measured.
                 logger.debug("nothing was compiled ahead: %s: %s", type(error).__name__, error)
                 continue
             for start in starts:

@@ -96,7 +96,9 @@ class Block(nn.Module):
         inverse[perm] = torch.arange(perm.numel(), device=perm.device)
         return rows[inverse].view(x.shape[0], k, x.shape[1]).sum(dim=1).to(x.dtype)
 
-    def _grouped_linear(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, ids: Tensor, offsets: Tensor) -> Tensor:
+    def _grouped_linear(
+        self, rows: Tensor, matrix: Tensor, bias: Tensor | None, ids: Tensor, offsets: Tensor
+    ) -> Tensor:
         rows = F.grouped_mm(rows, matrix if self.shape.transposed else matrix.transpose(-2, -1), offs=offsets)
         return rows if bias is None else rows + bias[ids]
 

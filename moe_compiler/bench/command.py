@@ -100,14 +100,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = block.add_argument
     add("--shape", nargs="+", metavar="SHAPE", help=f"{', '.join(NAMED)}, or sizes E,k,H,I[,shared]; default qwen3")
-    add("--tokens", nargs="+", metavar="T", help="default: 1 to 8192 forward, 2048 and 8192 with backward; fewer on a CPU")
+    add(
+        "--tokens",
+        nargs="+",
+        metavar="T",
+        help="default: 1 to 8192 forward, 2048 and 8192 with backward; fewer on a CPU",
+    )
     add("--direction", nargs="+", choices=DIRECTIONS, default=[FORWARD], help="default forward")
     add(
         "--mode",
         nargs="+",
         choices=MODES,
-        help="in one CUDA graph, or call by call with the host's time; default: both forward, nograph with backward and "
-        "on a CPU",
+        help="in one CUDA graph, or call by call with the host's time; default: both; nograph with backward or on a CPU",
     )
     add("--peers", nargs="+", type=Path, default=[], metavar="FILE.py", help="files with functions peer_NAME(block)")
     add(
@@ -123,8 +127,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of weights and inputs (default 0)")
     add("--rounds", type=int, default=20, help="timings of each way on a GPU (default 20)")
     add("--measure-floor", action="store_true", help="measure bandwidth and matmul rate even of a known device")
-    add("--out", type=Path, help="folder for SHAPE.json, .md and .svg (default out/bench; with --from: beside the file)")
-    add("--from", dest="results", type=Path, metavar="RESULTS.json", help="measure nothing: write table and picture again")
+    add(
+        "--out", type=Path, help="folder for SHAPE.json, .md and .svg (default out/bench; with --from: beside the file)"
+    )
+    add(
+        "--from",
+        dest="results",
+        type=Path,
+        metavar="RESULTS.json",
+        help="measure nothing, write table and picture again",
+    )
     add("--no-plot", action="store_true", help="draw no picture")
     add("--json", action="store_true", help="print the results as one JSON value instead of tables")
     return parser
@@ -135,7 +147,9 @@ def _tokens(texts: Iterable[str], option: str) -> tuple[int, ...]:
     for text in texts:
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(
-                f"{option}: {text!r} is no number of tokens", why="it is a whole number from 1 on", try_=f"{option} 1 64"
+                f"{option}: {text!r} is no number of tokens",
+                why="it is a whole number from 1 on",
+                try_=f"{option} 1 64",
             )
         found.append(int(text))
     return tuple(sorted(set(found)))
@@ -168,7 +182,9 @@ def _modes(wanted: Sequence[str] | None, device: str) -> dict[str, tuple[str, ..
     """The modes of each direction."""
     if wanted is not None:
         if device != "cuda" and GRAPH in wanted:
-            raise UsageError("--mode graph needs a GPU", why=f"there are no CUDA graphs on a {device}", try_="--mode nograph")
+            raise UsageError(
+                "--mode graph needs a GPU", why=f"there are no CUDA graphs on a {device}", try_="--mode nograph"
+            )
         chosen = tuple(mode for mode in MODES if mode in wanted)
         return dict.fromkeys(DIRECTIONS, chosen)
     return {FORWARD: MODES if device == "cuda" else (NOGRAPH,), FORWARD_BACKWARD: (NOGRAPH,)}
@@ -235,7 +251,9 @@ def _finish(
         print(json.dumps([results.to_dict() for results in found], indent=1, allow_nan=False))
     else:
         for name in names:
-            files = [path.name for path in (folder / f"{name}{end}" for end in (".json", ".md", ".svg")) if path.exists()]
+            files = [
+                path.name for path in (folder / f"{name}{end}" for end in (".json", ".md", ".svg")) if path.exists()
+            ]
             print(f"{folder}: {', '.join(files)}")
     wrong = any(
         way == "moepdl" and not text.startswith("out of memory")

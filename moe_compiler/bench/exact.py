@@ -99,12 +99,12 @@ def gradient_errors(
                 whole = getattr(block, name).grad
                 compare(name, None if whole is None else whole[expert], torch.zeros_like(parameter))
     if block.shared is not None:
-        leaves = {name: p.requires_grad_() for name, p in _shared_parameters(block).items()}
+        shared = {name: p.requires_grad_() for name, p in _shared_parameters(block).items()}
         rows = x64.clone().requires_grad_()
-        _shared(block, rows, leaves).backward(grad_y)
+        _shared(block, rows, shared).backward(grad_y)
         grad_x += _grad(rows)
-        for name, leaf in leaves.items():
-            compare(f"shared.{name}", block.shared.get_parameter(name).grad, _grad(leaf))
+        for name, parameter in shared.items():
+            compare(f"shared.{name}", block.shared.get_parameter(name).grad, _grad(parameter))
     if given is None:
         rows = x64.clone().requires_grad_()
         weight = block.router.weight.detach().double().requires_grad_()

@@ -48,30 +48,39 @@ def formula(direction: str, speed: Speed) -> str:
     """`floor_us` as a sentence for the notes of a result."""
     rates = f"{speed.bandwidth / 1e12:.4g} TB/s, {speed.flops / 1e12:.4g} TFLOP/s ({speed.source})"
     if direction == FORWARD:
-        return f"floor: weights of the distinct experts hit, or 6 T k H I FLOP, the larger; shared expert added; {rates}"
+        return (
+            f"floor: weights of the distinct experts hit, or 6 T k H I FLOP, the larger; shared expert added; {rates}"
+        )
     return (
-        "floor with backward: weights of the experts hit twice and gradients of all experts once, or 18 T k H I FLOP, "
+        "floor with backward: weights of the experts hit twice and gradients of all once, or 18 T k H I FLOP, "
         f"the larger; shared expert added; {rates}"
     )
 
 
 def device_speed(device: str, dtype: torch.dtype, *, measure: bool = False) -> Speed:
-    """What this device does: a known device's numbers, or, for others and with `measure`, measured now (a second or two)."""
+    """What this device does: a known device's numbers; for others, and with `measure`, measured now (in seconds)."""
     width = torch.empty((), dtype=dtype).element_size()
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     if (name, width) in _KNOWN and not measure:
         return Speed(*_KNOWN[name, width], source=f"constants of the {name}")
     large = device == "cuda"
-    elements, size = (1 << 30, 8192) if large else (1 << 26, 512)
-    source = torch.ones(elements // width, dtype=dtype, device=device)
+    memory, size = (1 << 30, 8192) if large else (1 << 26, 512)
+    text = f"measured: a copy and a sum of {memory >> 20} MiB, the faster; a matmul of {size} in {_name(dtype)}"
+    return Speed(_bandwidth(memory, dtype, device), _flops(size, dtype, device), text)
+
+
+def _bandwidth(size: int, dtype: torch.dtype, device: str) -> float:
+    """Bytes a second, read and written by a copy of `size` bytes or read by a sum, whichever is more."""
+    source = torch.ones(size // torch.empty((), dtype=dtype).element_size(), dtype=dtype, device=device)
     target = torch.empty_like(source)
-    copied = 2 * elements / _seconds(lambda: target.copy_(source), device)
-    read = elements / _seconds(lambda: source.sum(), device)
-    del source, target
+    copied = 2 * size / _seconds(lambda: target.copy_(source), device)
+    return max(copied, size / _seconds(lambda: source.sum(), device))
+
+
+def _flops(size: int, dtype: torch.dtype, device: str) -> float:
+    """FLOP a second of a square matmul."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    flops = 2 * size**3 / _seconds(lambda: a @ b, device)
-    text = f"measured: a copy and a sum of {elements >> 20} MiB, the faster; a matmul of {size} in {_name(dtype)}"
-    return Speed(max(copied, read), flops, text)
+    return 2 * size**3 / _seconds(lambda: a @ b, device)
 
 
 def _seconds(call: Callable[[], object], device: str, rounds: int = 7, budget_s: float = 1.0) -> float:

@@ -1,4 +1,4 @@
-"""Measures one block: for each number of tokens and direction, checks every way against float64, then times them in turns.
+"""Measures one block: for each number of tokens and direction, all ways are checked against float64, then timed.
 
 A way that is wrong is not timed; one that runs out of memory or fails is told in the row, and the rest goes on.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,15 +92,19 @@ def first_calls(compiled: Compiled, plan: Plan) -> Iterator[Callable[[], object]
                 compiled.block.zero_grad()
 
     for direction, tokens, _ in plan.cases:
-        yield lambda direction=direction, tokens=tokens: call(direction, tokens)
+        yield partial(call, direction, tokens)
 
 
 def measure(compiled: Compiled, plan: Plan, say: Say) -> Iterator[list[dict[str, Any]]]:
     """The rows of each case of a plan, one a mode, as soon as they are there. Does not raise for what a way does."""
     for direction, tokens, modes in plan.cases:
         label = f"{compiled.block.shape.name} {direction} T={tokens}"
+
+        def told(text: str, label: str = label) -> None:
+            say(f"{label}: {text}")
+
         try:
-            yield _measure(compiled, plan, direction, tokens, modes, lambda text, label=label: say(f"{label}: {text}"))
+            yield _measure(compiled, plan, direction, tokens, modes, told)
         except Exception as error:
             if not timed.is_out_of_memory(error):
                 raise
@@ -122,10 +127,10 @@ def _measure(
         case = _case(block, inputs, backward, plan.seed)
         eager = compiled.eager()
         _add(case, eager.title, lambda: eager)
-        makers: dict[str, Callable[[], Way | None]] = {OURS: lambda: compiled.ours(inputs[0])}
+        makers: dict[str, Callable[[], Way | None]] = {OURS: partial(compiled.ours, inputs[0])}
         if tokens in plan.reference:
             for spelling in inductor_spellings(block, tokens):
-                makers[f"{INDUCTOR} {spelling}"] = lambda spelling=spelling: compiled.inductor(spelling)
+                makers[f"{INDUCTOR} {spelling}"] = partial(compiled.inductor, spelling)
         makers |= compiled.peers(plan.peers, inputs, direction)
         for title, make in makers.items():
             say(f"compiling and checking {title}")
@@ -284,9 +289,7 @@ def _summary(
     medians = {title: statistics.median(values) for title, values in samples.items()}
     best: dict[str, Way] = {}
     for way in case.ways:
-        if way.title in medians and (
-            way.name not in best or medians[way.title] < medians[best[way.name].title]
-        ):
+        if way.title in medians and (way.name not in best or medians[way.title] < medians[best[way.name].title]):
             best[way.name] = way
     others = {name: way for name, way in best.items() if name != OURS}
     ours = samples.get(best[OURS].title) if OURS in best else None

@@ -41,7 +41,7 @@ def draw(results: Results, path: Path) -> Path:
         raise MoepdlError(
             f"no picture was drawn: {error}",
             why="pictures are drawn by matplotlib, which is not installed",
-            try_="pip install 'moepdl[bench]'; then `moepdl bench block --from RESULTS.json` draws it, here or elsewhere",
+            try_="pip install 'moepdl[bench]', then `moepdl bench block --from RESULTS.json`, here or elsewhere",
         ) from error
     groups = results.groups()
     settings = {"svg.hashsalt": "moepdl", "font.size": 9.0, "svg.fonttype": "none"}

@@ -1,10 +1,10 @@
 """Result files: one JSON a shape, the same as a Markdown table, and reading the JSON back.
 
-The JSON is an object: `schema` (its version), `shape` (sizes and rules), `environment`, `floor`, `notes` and `rows`, one a
-measurement:
+The JSON is an object: `schema` (its version), `shape` (sizes and rules), `environment`, `floor`, `notes` and `rows`,
+one a measurement:
 
     shape, tokens, direction, mode   what: forward | forward_backward, graph | nograph
-    us, floor_us, fraction_of_floor  median of moepdl, the floor of the drawn routing, floor / us; us is null where it failed
+    us, floor_us, fraction_of_floor  median of moepdl (null where it failed), the floor of the drawn routing, floor / us
     peers                            {name: us} of eager, inductor and the peers; wrong ones are not in it
     ratios                           {name: [moepdl / name, low, high]}, with the ends of a 95 % interval
     spellings, outside               which spelling was faster; what a peer leaves outside its timed calls

@@ -147,7 +147,7 @@ def _notes(request: Request, dtype: torch.dtype, plan: Plan) -> list[str]:
     ]
     if GRAPH in modes:
         notes.append(
-            "graph: one CUDA graph of 8 calls on 8 inputs (2 from T=2048 on, and with backward), its time over the calls."
+            "graph: one CUDA graph of 8 calls on 8 inputs (2 from T=2048 on, and with backward), its time by the call."
         )
     if NOGRAPH in modes:
         notes.append("nograph: one call on an idle device, the host's time included.")

@@ -52,8 +52,8 @@ class Shape:
         return asdict(self)
 
 
-# As the models' published configurations say: Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V3, gpt-oss-20b, Qwen3-Next-80B-A3B,
-# OLMoE-1B-7B, GLM-4.5-Air, Phi-3.5-MoE.
+# As the models' published configurations say: Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V3, gpt-oss-20b,
+# Qwen3-Next-80B-A3B, OLMoE-1B-7B, GLM-4.5-Air, Phi-3.5-MoE.
 NAMED: dict[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -113,4 +113,5 @@ def find_shape(text: str) -> Shape:
         )
     if sizes[1] > sizes[0]:
         raise UsageError(f"{text!r}: {sizes[1]} experts a token of {sizes[0]}", try_="E first, then k")
-    return Shape(text, *sizes)
+    experts, k, hidden, intermediate, shared = [*sizes, 0][:5]
+    return Shape(text, experts, k, hidden, intermediate, shared)

@@ -70,7 +70,7 @@ def host_us(ways: Mapping[str, Callable[[], object]], *, budget_s: float = 2.0) 
 
 
 def peak_bytes(call: Callable[[], Any], kept: Callable[[Any], int]) -> int | None:
-    """The most that a call allocates on the GPU at any one time, less `kept(result)` bytes that it leaves; None on a CPU.
+    """The most that a call has allocated at any time on the GPU, less `kept(result)` bytes that it leaves; else None.
 
     What was allocated before the call does not count.
     """

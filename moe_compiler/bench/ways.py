@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,12 +106,13 @@ class Compiled:
         reasons = [reason for r in self._reports for reason in (*r.errors, *(miss.reason for miss in r.misses))]
         return f"not rewritten, what was timed is Inductor's: {'; '.join(reasons) or 'no block was found'}"
 
-    def peers(self, peers: Mapping[str, Peer], inputs: Sequence[Tensor], direction: str) -> dict[str, Callable[[], Way | None]]:
+    def peers(
+        self, peers: Mapping[str, Peer], inputs: Sequence[Tensor], direction: str
+    ) -> dict[str, Callable[[], Way | None]]:
         """For each peer a function that makes its way for these inputs, None where it offers none."""
+        return {name: partial(self._peer, name, peer, inputs, direction) for name, peer in peers.items()}
 
-        def made(name: str, peer: Peer) -> Way | None:
-            given = PeerBlock(self.block, inputs, direction)
-            call = peer(given)
-            return None if call is None else Way(name, call, peer=given)
-
-        return {name: (lambda name=name, peer=peer: made(name, peer)) for name, peer in peers.items()}
+    def _peer(self, name: str, peer: Peer, inputs: Sequence[Tensor], direction: str) -> Way | None:
+        given = PeerBlock(self.block, inputs, direction)
+        call = peer(given)
+        return None if call is None else Way(name, call, peer=given)
