@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="in one CUDA graph, or call by call with the host's time; default: both; nograph with backward or on a CPU",
+        help="in one CUDA graph, or call by call with the host's time; default both; nograph with backward, on a CPU",
     )
     add("--peers", nargs="+", type=Path, default=[], metavar="FILE.py", help="files with functions peer_NAME(block)")
     add(

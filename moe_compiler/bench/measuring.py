@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -64,6 +64,11 @@ class _Case:
     def dtype(self) -> torch.dtype:
         return self.inputs[0].dtype
 
+    @cached_property
+    def exact(self) -> Tensor:
+        """The output of the first input in float64."""
+        return exact.exact_output(self.block, self.inputs[0], self.choice)
+
     def step(self, way: Way, grad: Tensor | None) -> Callable[[Tensor], Tensor]:
         """The call that is timed: forward, or forward and backward with gradients that start at None."""
         if grad is None:
@@ -88,7 +93,7 @@ def first_calls(compiled: Compiled, plan: Plan) -> Iterator[Callable[[], object]
         with torch.set_grad_enabled(direction != FORWARD):
             y = compiled.ours(x).call(x)
             if direction != FORWARD:
-                y.sum().backward()
+                y.backward(torch.ones_like(y))
                 compiled.block.zero_grad()
 
     for direction, tokens, _ in plan.cases:
@@ -208,14 +213,10 @@ def _text(error: Exception) -> str:
 
 def _check(case: _Case, way: Way) -> str:
     """Empty when the output, or the gradients, are right; else what is wrong."""
-    x, errors = case.inputs[0], {}
-    if case.grad is None:
-        y = way.call(x)
-        errors[""] = exact.output_error(y, exact.exact_output(case.block, x, case.choice), case.choice.near)
-    else:
-        grad = case.grad.masked_fill(case.choice.near[:, None], 0.0)
-        y = case.step(way, grad)(x)
-        errors[""] = exact.output_error(y, exact.exact_output(case.block, x, case.choice), case.choice.near)
+    x = case.inputs[0]
+    grad = None if case.grad is None else case.grad.masked_fill(case.choice.near[:, None], 0.0)
+    errors = {"": exact.output_error(case.step(way, grad)(x), case.exact, case.choice.near)}
+    if grad is not None:
         given = way.peer.routed[0] if way.peer is not None and way.peer.routed else None
         found = exact.gradient_errors(case.block, x, grad, case.choice, given=given)
         errors |= {f"gradient of {name}": error for name, error in found.items()}

@@ -70,8 +70,8 @@ def run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
         except Exception as error:
             raise KernelLaunchError(program.name, "bound", known.launching, error) from error
     if launching.is_recording():
-        # Nothing was computed, but what comes after the chain may index with its outputs: zeros are valid ids.
-        return [output.zero_() for output in _run(program, tensors, None)]
+        # Nothing was computed, but what comes after the chain may index with its ids: zeros are valid ones.
+        return [out if out.is_floating_point() else out.zero_() for out in _run(program, tensors, None)]
     if program.tokens_of(tensors) == 0:
         return _run(program, tensors, None)
     with launching.tracing() as trace:
