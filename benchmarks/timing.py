@@ -1,7 +1,7 @@
 """What the benchmarks share: result files in JSON and Markdown.
 
-Host-side timings in turns and the bootstrap of a ratio are `moe_compiler.timing`, device timings with and without a CUDA
-graph `moe_compiler.bench.timed`: what ships uses them too.
+Host-side timings in turns and the bootstrap of a ratio are `moe_compiler.timing`, device timings with and without a
+CUDA graph `moe_compiler.bench.timed`: what ships uses them too.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,8 +79,12 @@ def _stand_in(operand: Operand | None) -> Any:
     return memory if operand.aligned else memory[1:]
 
 
+def _ready() -> None:
+    """In a worker: nothing but what it takes to get here, which is to import torch and triton."""
+
+
 def _compile(job: Job) -> None:
-    """In a worker: compile, and audit what is to be launched programmatically, for the current device."""
+    """In a worker: compile for the current device, and audit what is to be launched programmatically."""
     compile_recorded(start_of(job))
 
 
@@ -106,7 +110,7 @@ class Ahead:
         if self._pool is None and self.workers > 1:
             self._pool = ProcessPoolExecutor(self.workers, multiprocessing.get_context("spawn"))
             for _ in range(self.workers):
-                self._pool.submit(os.getpid)
+                self._pool.submit(_ready)
 
     def compile(self, calls: Iterable[Callable[[], object]]) -> int:
         """Compile what these calls would launch; how many kernels that were. The calls' results mean nothing."""
@@ -114,7 +118,7 @@ class Ahead:
             return 0
         self.warm()
         assert self._pool is not None
-        futures = []
+        futures: list[Future[None]] = []
         for call in calls:
             try:
                 with recording() as starts:
@@ -126,9 +130,15 @@ class Ahead:
                 continue
             for start in starts:
                 job = job_of(start)
-                if repr(job) not in self._known:
-                    self._known.add(repr(job))
+                if repr(job) in self._known:
+                    continue
+                self._known.add(repr(job))
+                try:
                     futures.append(self._pool.submit(_compile, job))
+                except BrokenExecutor as error:  # a worker died; the rest is compiled where it is launched
+                    logger.warning("kernels are not compiled ahead any more: %s", error)
+                    self.workers = 1
+                    return len(futures)
         for future in futures:
             # A kernel that cannot be compiled fails again, with its name, where it is launched.
             future.exception()

@@ -185,18 +185,19 @@ def _case(block: Block, inputs: list[Tensor], backward: bool, seed: int) -> _Cas
 
 def _add(case: _Case, title: str, make: Callable[[], Way | None]) -> None:
     """Make a way, check it, and keep it; or keep what is wrong with it."""
+    way, found = None, ""
     try:
         way = make()
         if way is None:
             return
         wrong = _check(case, way)
+        found = f"wrong, not timed: {wrong}" if wrong else ""
     except Exception as error:
-        case.problems[title] = _text(error)
-        _free()
-        return
-    if wrong:
-        case.problems[title] = f"wrong, not timed: {wrong}"
-    else:
+        found = _text(error)
+    if found:
+        case.problems[title] = found
+        _free()  # out here, where no traceback holds what the way had allocated
+    elif way is not None:
         case.ways.append(way)
 
 
@@ -264,11 +265,16 @@ def _time(case: _Case, mode: str, rounds: int) -> dict[str, list[float]]:
         if mode == NOGRAPH:
             ways[way.title] = timed.rotating(call, case.inputs)
             continue
-        calls = len(case.inputs)
+        calls, found = len(case.inputs), ""
         try:
+            # A call that waits for the device cannot be captured, and a capture that fails leaves its marks on torch.
+            with timed.no_waiting():
+                call(case.inputs[0])
             ways[way.title] = timed.captured(call, case.inputs)
         except Exception as error:
-            case.problems[f"{way.title}, graph"] = _text(error)
+            found = _text(error)
+        if found:
+            case.problems[f"{way.title}, graph"] = found
             torch.cuda.synchronize()
             _free()
     if not ways:

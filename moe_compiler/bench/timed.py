@@ -5,15 +5,16 @@ Every call of a way gets the next of the inputs, so that none finds its own inpu
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from moe_compiler import timing
 
-__all__ = ["captured", "device_us", "host_us", "is_out_of_memory", "peak_bytes", "rotating"]
+__all__ = ["captured", "device_us", "host_us", "is_out_of_memory", "no_waiting", "peak_bytes", "rotating"]
 
 
 def captured(call: Callable[[Any], object], inputs: Sequence[Any]) -> Callable[[], None]:
@@ -32,6 +33,17 @@ def captured(call: Callable[[Any], object], inputs: Sequence[Any]) -> Callable[[
         for x in inputs:
             call(x)
     return graph.replay
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Operators of torch that make the host wait for the GPU raise RuntimeError inside."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def rotating(call: Callable[[Any], object], inputs: Sequence[Any]) -> Callable[[], object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,16 +18,21 @@ from moe_compiler.bench.ways import Compiled
 from moe_compiler.runtime_kernels import launching
 
 pytestmark = pytest.mark.gpu
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "peers_torch.py"
 
 
 def test_a_small_block_in_every_direction_and_mode(tmp_path):
     arguments = ["--shape", "16,2,256,128,64", "--tokens", "1", "8", "200", "--device", "cuda", "--out", str(tmp_path)]
     arguments += ["--direction", "forward", "forward_backward", "--mode", "graph", "nograph", "--no-plot"]
-    assert cli.main(["bench", "block", *arguments, "--reference-tokens", "8"]) == 0
+    arguments += ["--reference-tokens", "8", "--peers", str(EXAMPLE)]
+    assert cli.main(["bench", "block", *arguments]) == 0
     data = json.loads((tmp_path / "16x2x256x128x64.json").read_text())
     rows = {(row["direction"], row["mode"], row["tokens"]): row for row in data["rows"]}
     assert len(rows) == 12
-    for (_, mode, tokens), row in rows.items():
+    for (direction, mode, tokens), row in rows.items():
+        assert ("loop" in row["peers"]) is (mode == "nograph")
+        assert ("loop, graph" in row["problems"]) is True  # it waits for the device; told in both rows of a case
+        assert ("all_experts" in row["peers"]) is (tokens <= 64) or direction == "forward_backward"
         assert row["us"] > 0 and "moepdl" not in row["problems"]
         assert row["memory_bytes"] is not None and row["memory_bytes"] < 1 << 30
         if mode == "nograph":

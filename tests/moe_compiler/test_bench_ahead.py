@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: what a recorded launch compiles to survives the way to another process, without its memory."""
+"""Kernels compiled ahead: a recorded launch travels to another process and compiles to the same there."""
 
 from __future__ import annotations
 

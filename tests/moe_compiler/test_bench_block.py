@@ -1,4 +1,4 @@
-"""What `moepdl bench block` measures: the blocks are the models' own, float64 judges them, the floor has the right values."""
+"""What `moepdl bench block` measures: the models' own blocks, judged by float64, beside a floor of the right value."""
 
 from __future__ import annotations
 

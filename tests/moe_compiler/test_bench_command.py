@@ -1,4 +1,4 @@
-"""`moepdl bench block` on a CPU: its files, its tables, what happens to wrong, failing and interrupted ways, its errors."""
+"""`moepdl bench block` on a CPU: files and tables, wrong, failing and interrupted ways, errors of the command line."""
 
 from __future__ import annotations
 
