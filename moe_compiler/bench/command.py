@@ -259,6 +259,6 @@ def _finish(
         way == "moepdl" and not text.startswith("out of memory")
         for results in found
         for row in results.rows
-        for way, text in ((title.split(" ")[0], text) for title, text in row["problems"].items())
+        for way, text in ((title.split(" ")[0].rstrip(","), text) for title, text in row["problems"].items())
     )
     return FAILED if wrong else DONE

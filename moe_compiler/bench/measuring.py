@@ -26,6 +26,7 @@ from moe_compiler.bench.ways import EAGER, INDUCTOR, OURS, Compiled, Way, induct
 __all__ = ["Plan", "failed_rows", "first_calls", "measure"]
 
 Say = Callable[[str], None]
+_IN_GRAPH = ", graph"  # behind the title of a way that can be called but not captured
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class _Case:
     @property
     def dtype(self) -> torch.dtype:
         return self.inputs[0].dtype
+
+    @property
+    def near_enough(self) -> float:
+        """The error that no correct way exceeds, eager among them."""
+        return 1e-5 if self.dtype is torch.float32 else 3e-2
 
     @cached_property
     def exact(self) -> Tensor:
@@ -108,13 +114,17 @@ def measure(compiled: Compiled, plan: Plan, say: Say) -> Iterator[list[dict[str,
         def told(text: str, label: str = label) -> None:
             say(f"{label}: {text}")
 
+        rows = None
         try:
-            yield _measure(compiled, plan, direction, tokens, modes, told)
+            rows = _measure(compiled, plan, direction, tokens, modes, told)
         except Exception as error:
             if not timed.is_out_of_memory(error):
                 raise
-            _free()
-            yield _failed(compiled.block.shape, direction, tokens, modes, "out of memory")
+        if rows is None:
+            compiled.block.zero_grad()
+            _free()  # out here, where no traceback holds what had been allocated
+            rows = _failed(compiled.block.shape, direction, tokens, modes, "out of memory")
+        yield rows
 
 
 def failed_rows(shape: Shape, plan: Plan, why: str) -> list[dict[str, Any]]:
@@ -224,37 +234,48 @@ def _check(case: _Case, way: Way) -> str:
     if way.name == EAGER:
         case.eager_errors = errors
         # Eager is what the others are measured by: it must be near float64 itself.
-        loose = {torch.float32: 1e-5}.get(case.dtype, 3e-2)
-        return "; ".join(f"{name} error {error:.1e}" for name, error in errors.items() if not error <= loose)
+        return "; ".join(f"{name} error {error:.1e}" for name, error in errors.items() if not error <= case.near_enough)
     wrong = []
     for name, error in errors.items():
-        # Gradients that stop at the routing weights have no counterpart in eager's: those of x are its nearest.
-        own = case.eager_errors.get(name, case.eager_errors.get("gradient of x", 0.0))
+        # Gradients that stop at the routing weights have no counterpart in eager's: those of x are its nearest. And
+        # where eager itself could not run, there is only what it may have at most.
+        own = case.eager_errors.get(name, case.eager_errors.get("gradient of x", case.near_enough / exact.FACTOR))
         wrong.append(exact.problem(error, own, case.dtype, name))
     return "; ".join(filter(None, wrong))
 
 
 def _memory(case: _Case) -> dict[str, int]:
-    """Peak bytes of a call above what it leaves (output, gradients), by title."""
-    found = {}
-    leaves = [*case.inputs, *case.block.parameters()]
-    for way in case.ways:
-        call = case.step(way, case.grad)
-        for x in case.inputs:  # what a peer prepares, and lazy compiles, are no part of it
-            call(x)
-        if way.peer is not None:
-            way.peer.seal()
-        for leaf in leaves:
-            leaf.grad = None
+    """Peak bytes of a call above what it leaves (output, gradients), by title; a way that fails here is dropped."""
+    peaks = {}
+    for way in list(case.ways):
+        found = ""
+        try:
+            peak = _peak(case, way)
+        except Exception as error:
+            found = _text(error)
+        if found:
+            case.problems[way.title] = found
+            case.ways.remove(way)
+            _free()
+        elif peak is not None:
+            peaks[way.title] = peak
+    return peaks
 
-        def kept(y: Tensor, way: Way = way) -> int:
-            grads = [leaf.grad for leaf in (*leaves, *_routing_weights(way)) if leaf.grad is not None]
-            return sum(t.numel() * t.element_size() for t in (y, *grads))
 
-        peak = timed.peak_bytes(lambda call=call: call(case.inputs[0]), kept)  # type: ignore[misc]
-        if peak is not None:
-            found[way.title] = peak
-    return found
+def _peak(case: _Case, way: Way) -> int | None:
+    call = case.step(way, case.grad)
+    for x in case.inputs:  # what a peer prepares, and lazy compiles, are no part of it
+        call(x)
+    if way.peer is not None:
+        way.peer.seal()
+    leaves = [*case.inputs, *case.block.parameters(), *_routing_weights(way)]
+    for leaf in leaves:
+        leaf.grad = None
+
+    def kept(y: Tensor) -> int:
+        return sum(t.numel() * t.element_size() for t in (y, *(leaf.grad for leaf in leaves)) if t is not None)
+
+    return timed.peak_bytes(lambda: call(case.inputs[0]), kept)
 
 
 def _time(case: _Case, mode: str, rounds: int) -> dict[str, list[float]]:
@@ -274,7 +295,7 @@ def _time(case: _Case, mode: str, rounds: int) -> dict[str, list[float]]:
         except Exception as error:
             found = _text(error)
         if found:
-            case.problems[f"{way.title}, graph"] = found
+            case.problems[way.title + _IN_GRAPH] = found
             torch.cuda.synchronize()
             _free()
     if not ways:
@@ -315,7 +336,9 @@ def _summary(
         us=us,
         floor_us=facts["floor_us"],
         peers={name: medians[way.title] for name, way in others.items()},
-        problems=dict(case.problems),
+        problems={
+            title: text for title, text in case.problems.items() if mode == GRAPH or not title.endswith(_IN_GRAPH)
+        },
         fraction_of_floor=facts["floor_us"] / us if us else None,
         ratios=ratios,
         spellings={name: way.label for name, way in others.items() if way.label},

@@ -12,6 +12,7 @@ What a peer leaves outside its timed calls it takes from `block.prepared` or `bl
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def load_peers(files: Sequence[Path], taken: Sequence[str] = ()) -> dict[str, Pe
         if spec is None or spec.loader is None:
             raise UsageError(f"{file} is no Python file", try_="a name that ends in .py")
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses and triton look a function's module up there
         spec.loader.exec_module(module)
         own = {
             name.removeprefix(PREFIX): value

@@ -141,7 +141,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
         fraction = row.get("fraction_of_floor")
-        us = _number(row["us"]) if row["us"] is not None else _short(row["problems"].get("moepdl", ""))
+        us = _number(row["us"]) if row["us"] is not None else _why(row, "moepdl")
         cells = [str(row["tokens"]), row["mode"], _number(row["floor_us"]), us, f"{fraction:.2f}" if fraction else "-"]
         cells += [_peer(row, name) for name in names]
         if any(other.get("ratios") for other in rows):
@@ -155,15 +155,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _peer(row: Mapping[str, Any], name: str) -> str:
     if name in row["peers"]:
         return _number(row["peers"][name])
-    found = [text for way, text in row["problems"].items() if way.split(" ")[0].rstrip(",") == name]
-    return _short(found[0]) if found else "-"
+    return _why(row, name)
 
 
-def _short(text: str) -> str:
-    for known in ("out of memory", "wrong"):
-        if text.startswith(known):
-            return known
-    return "failed" if text else "-"
+def _why(row: Mapping[str, Any], name: str) -> str:
+    """Why a column has no time, in a word or three."""
+    for way, text in row["problems"].items():
+        if way.split(" ")[0].rstrip(",") == name:
+            return next((known for known in ("out of memory", "wrong") if text.startswith(known)), "failed")
+    return "-"
 
 
 def _best_ratio(row: Mapping[str, Any]) -> str:

@@ -163,6 +163,53 @@ def test_an_input_that_does_not_fit_is_a_row_too(tmp_path, capsys, monkeypatch):
     assert "| 4 | nograph | - | out of memory | - |" in (tmp_path / "8x2x64x32.md").read_text()
 
 
+def test_where_eager_does_not_fit_the_others_are_judged_all_the_same(tmp_path, capsys, monkeypatch):
+    def eager(self):
+        def call(x):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        return ways.Way("eager", call, "grouped_mm")
+
+    monkeypatch.setattr(ways.Compiled, "eager", eager)
+    wrong = "def peer_wrong(block):\n    return lambda x: block.module(x) * 1.01\n"
+    wrong += "def peer_right(block):\n    return lambda x: block.module(x)\n"
+    for direction in ("forward", "forward_backward"):
+        out = tmp_path / direction
+        arguments = (
+            "--tokens",
+            4,
+            "--direction",
+            direction,
+            "--out",
+            out,
+            "--peers",
+            peers(tmp_path, wrong),
+            "--no-plot",
+        )
+        assert bench(capsys, *QUICK, *arguments)[0] == 0
+        (row,) = rows_of(out)
+        assert row["us"] > 0 and set(row["peers"]) == {"right"}
+        assert row["problems"]["eager grouped_mm"] == "out of memory"
+        assert row["problems"]["wrong"].startswith("wrong, not timed")
+
+
+def test_what_fails_after_its_check_is_dropped(tmp_path, capsys):
+    text = """
+def peer_once(block):
+    calls = []
+    def forward(x):
+        calls.append(x)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return block.module(x)
+    return forward
+"""
+    arguments = ("--tokens", 4, "--out", tmp_path, "--peers", peers(tmp_path, text), "--no-plot")
+    assert bench(capsys, *QUICK, *arguments)[0] == 0
+    (row,) = rows_of(tmp_path)
+    assert row["us"] > 0 and set(row["peers"]) == {"eager"} and row["problems"] == {"once": "out of memory"}
+
+
 def test_moepdl_wrong_is_a_failure(tmp_path, capsys, monkeypatch):
     real = ways.Compiled.ours
 
