@@ -169,9 +169,9 @@ def _measure(
 
 
 def _inputs(block: Block, tokens: int, backward: bool, seed: int) -> list[Tensor]:
-    """Unit normal tokens [T, H]: 8 inputs, 2 where they are large, or with backward."""
+    """Unit normal tokens [T, H]: 8 inputs, 2 where they are large, with backward, or on a CPU."""
     weight = block.gate_up
-    count = 2 if backward or tokens >= 2048 else 8
+    count = 2 if backward or tokens >= 2048 or not weight.is_cuda else 8
     generator = torch.Generator(weight.device).manual_seed(seed + 1)
     made = [
         torch.randn(tokens, block.shape.hidden, generator=generator, dtype=weight.dtype, device=weight.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,7 @@ def _measure(
 ) -> None:
     """Fill the results of one shape; written after each number of tokens."""
     torch._dynamo.reset()
+    gc.collect()  # the block before this one is in cycles with its compiled code
     say(f"{shape.name}: weights")
     try:
         block = make_block(shape, dtype, request.device, request.seed)
@@ -158,10 +160,11 @@ def _notes(request: Request, dtype: torch.dtype, plan: Plan) -> list[str]:
     notes += [formula(direction, plan.speed) + "." for direction in dict.fromkeys(case[0] for case in plan.cases)]
     compiles = "once for each T" if request.static else "once for T=1 and once for all other T"
     at = ", ".join(map(str, sorted(plan.reference)))
-    notes.append(
-        f"moepdl: compiled {compiles}. inductor: "
-        + (f"compiled for T={at}, the faster of grouped_mm and, with few pairs, batched_mm." if at else "left out.")
-    )
+    spellings = "the faster of grouped_mm and, with few pairs, batched_mm"
+    if dtype is not torch.bfloat16:
+        spellings = "as batched_mm, like moepdl, since torch compiles grouped_mm in bfloat16 only"
+    inductor = f"compiled for each of T={at}, {spellings}" if at else "left out"
+    notes.append(f"moepdl: compiled {compiles}. inductor: {inductor}. eager: grouped_mm.")
     if request.device == "cuda":
         notes.append("MiB: the most that a call allocates at any time above inputs, parameters, gradients and output.")
     for name, peer in plan.peers.items():

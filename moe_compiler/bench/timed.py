@@ -77,7 +77,7 @@ def device_us(
 
 def host_us(ways: Mapping[str, Callable[[], object]], *, budget_s: float = 2.0) -> dict[str, list[float]]:
     """Microseconds of each call on a CPU, in turns; `budget_s` for all of them together."""
-    seconds = timing.interleaved(ways, budget_s=budget_s, rounds=(7, 50))
+    seconds = timing.interleaved(ways, budget_s=budget_s, rounds=(3, 50), warmup=1)
     return {name: [value * 1e6 for value in samples] for name, samples in seconds.items()}
 
 

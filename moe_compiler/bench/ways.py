@@ -68,9 +68,8 @@ class Compiled:
     _reports: list[Report] = field(default_factory=list)
 
     def eager(self) -> Way:
-        """The block itself."""
-        spelling = usual_spelling(self.block)
-        return Way(EAGER, self.block.twin(spelling), spelling)
+        """The block itself, in the spelling that gathers no weights."""
+        return Way(EAGER, self.block, "grouped_mm")
 
     def inductor(self, spelling: str) -> Way:
         """The block in one spelling, for one number of tokens."""
