@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(list(argv))
     if arguments.results is not None:
         return _again(arguments)
-    shapes = [find_shape(text) for text in arguments.shape or ["qwen3"]]
+    shapes = [find_shape(text) for text in dict.fromkeys(arguments.shape or ["qwen3"])]
     tokens = None if arguments.tokens is None else _tokens(arguments.tokens, "--tokens")
     options = _backend_options(arguments.backend_options)
     device = _device(arguments.device)

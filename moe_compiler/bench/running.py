@@ -59,6 +59,7 @@ def run(request: Request, folder: Path) -> tuple[list[Results], bool]:
     peers = load_peers(request.peers, taken=(OURS, EAGER, INDUCTOR))
     dtype = getattr(torch, request.dtype)
     ignore_known_warnings()
+    folder.mkdir(parents=True, exist_ok=True)  # where it cannot be made, better now than after minutes
     found: list[Results] = []
     with Progress("bench") as progress, _ahead(request.device) as ahead:
         try:
@@ -149,7 +150,7 @@ def _notes(request: Request, dtype: torch.dtype, plan: Plan) -> list[str]:
     ]
     if GRAPH in modes:
         notes.append(
-            "graph: one CUDA graph of 8 calls on 8 inputs (2 from T=2048 on, and with backward), its time by the call."
+            "graph: one CUDA graph of 8 calls on 8 inputs (2 from T=2048 on, and with backward); time / calls."
         )
     if NOGRAPH in modes:
         notes.append("nograph: one call on an idle device, the host's time included.")
