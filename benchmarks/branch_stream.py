@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 
 import moe_compiler.runtime_kernels.register  # noqa: F401 - defines the operators
-from benchmarks.timing import RESULTS, median, table, write
+from benchmarks.timing import RESULTS, captured, device_us, median, table, write
 from moe_compiler import timing
-from moe_compiler.bench.timed import captured, device_us
 from moe_compiler.block_program import BlockSizes, forward_program, inputs_of, weights_of
 from moe_compiler.branches import gain_us
 from moe_compiler.demo import ignore_known_warnings

@@ -1,7 +1,7 @@
-"""What the benchmarks share: result files in JSON and Markdown.
+"""What the benchmarks share: device timings with and without a CUDA graph, and result files in JSON and Markdown.
 
-Host-side timings in turns and the bootstrap of a ratio are `moe_compiler.timing`, device timings with and without a
-CUDA graph `moe_compiler.bench.timed`: what ships uses them too.
+The device timings are those of `moepdl bench`. Host-side timings in turns and the bootstrap of a ratio are
+`moe_compiler.timing`, which the demo uses as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_compiler.bench.results import commit
+from moe_compiler.bench.timed import captured, device_us
 from moe_compiler.timing import environment
+
+__all__ = ["RESULTS", "ROOT", "captured", "commit", "device_us", "median", "table", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"

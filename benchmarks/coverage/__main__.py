@@ -22,8 +22,7 @@ from benchmarks.coverage.cells import COLUMNS
 from benchmarks.coverage.classes import find_experts
 from benchmarks.coverage.page import render, totals
 from benchmarks.coverage.runner import run
-from benchmarks.timing import ROOT
-from moe_compiler.bench.results import commit
+from benchmarks.timing import ROOT, commit
 from moe_compiler.progress import Progress
 from moe_compiler.timing import environment
 

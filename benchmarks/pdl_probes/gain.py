@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from benchmarks.pdl_probes.kernels import wait_for
-from benchmarks.timing import median
+from benchmarks.timing import captured, device_us, median
 from moe_compiler import timing
-from moe_compiler.bench.timed import captured, device_us
 from moe_compiler.demo import backend_or_function
 from moe_compiler.testing import examples
 

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.pdl_probes.kernels import replayed, wait_for
-from benchmarks.timing import median
+from benchmarks.timing import captured, device_us, median
 from moe_compiler import timing
-from moe_compiler.bench.timed import captured, device_us
 from moe_compiler.demo import backend_or_function
 from moe_compiler.graph_edges import read_edges
 from moe_compiler.testing import examples

@@ -65,6 +65,7 @@ def _operand(operand: Any) -> Operand | None:
         return None
     if isinstance(operand, DESCRIPTORS):
         fields = {name: value for name, value in vars(operand).items() if name != "base"}
+        fields["shape"] = list(operand.block_shape)  # a value of a launch, like numbers
         return Operand(operand.base.dtype, True, (type(operand), fields))
     return Operand(operand.dtype, operand.data_ptr() % 16 == 0)
 

@@ -59,6 +59,15 @@ def test_the_numbers_of_a_launch_are_no_part_of_its_kernel() -> None:
     assert job_of(other) == job_of(start)
 
 
+def test_nor_is_the_shape_behind_a_descriptor() -> None:
+    (start,) = record("gate_up", True, tile=TILES["tma"])
+    (other,) = record_on(operands(inner=256), "gate_up", True, torch.bfloat16, tile=TILES["tma"])
+    at = next(i for i, operand in enumerate(start.operands) if hasattr(operand, "block_shape"))
+    assert start.operands[at].shape != other.operands[at].shape
+    assert job_of(start).operands[at].descriptor[1]["shape"] == list(start.operands[at].block_shape)
+    assert compile_offline(travelled(start)).hash == compile_offline(start).hash
+
+
 class Pool:
     """A pool that runs nothing and remembers what it was given."""
 
