@@ -1,83 +1,29 @@
 """What the benchmarks share: device timings with and without a CUDA graph, and result files in JSON and Markdown.
 
-Host-side timings in turns and the bootstrap of a ratio are `moe_compiler.timing`, which the demo uses as well.
+The device timings are those of `moepdl bench`. Host-side timings in turns and the bootstrap of a ratio are
+`moe_compiler.timing`, which the demo uses as well.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from moe_compiler.bench.results import commit
+from moe_compiler.bench.timed import captured, device_us
 from moe_compiler.timing import environment
+
+__all__ = ["RESULTS", "ROOT", "captured", "commit", "device_us", "median", "table", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 
 
-def captured(call: Callable[[Any], object], inputs: Sequence[Any]) -> Callable[[], None]:
-    """The replay of one CUDA graph that holds `call(x)` for each x of inputs, in order."""
-    for x in inputs:
-        call(x)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for x in inputs:
-            call(x)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for x in inputs:
-            call(x)
-    return graph.replay
-
-
-def device_us(
-    ways: Mapping[str, Callable[[], object]], *, calls: int = 1, rounds: int = 30, warmup: int = 5
-) -> dict[str, list[float]]:
-    """Microseconds between two events around each way, in turns, divided by `calls`; idle device before each."""
-    for call in ways.values():
-        for _ in range(warmup):
-            call()
-    torch.cuda.synchronize()
-    names = list(ways)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            ways[name]()
-            end.record()
-            torch.cuda.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return samples
-
-
 def median(samples: Sequence[float]) -> float:
     return statistics.median(samples)
-
-
-def commit() -> str:
-    """The commit measured: what GIT_COMMIT says, else the tree's own, with `+` where the tree differs from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    if "GIT_COMMIT" in os.environ:
-        return os.environ["GIT_COMMIT"]
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def write(

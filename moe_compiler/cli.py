@@ -1,6 +1,7 @@
 """The command line, `moepdl` or `python -m moe_compiler`: ask the compiler what it did, would do, or can do.
 
     moepdl demo                                 compile small models and show what happened
+    moepdl bench block                          measure one MoE block: floor, moepdl, eager, Inductor, peers
     moepdl explain module:factory               what compiling a model would do; factory() gives (model, args[, kwargs])
     moepdl passes                               the passes in their order
     moepdl opt GRAPH.py --passes a,b [--out F]  run passes on a graph of a dump
@@ -26,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_compiler.errors import MoepdlError, OptionError, near_name
+from moe_compiler.errors import MoepdlError, OptionError, UsageError, near_name
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -34,20 +35,17 @@ if TYPE_CHECKING:
     from moe_compiler.graph_pass import GraphPass
     from moe_compiler.report import Report
 
-__all__ = ["UsageError", "main"]
+__all__ = ["main"]
 
 DONE, FAILED, MISUSED = 0, 1, 2
-
-
-class UsageError(MoepdlError):
-    """The command line names something that is not there; exit code 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` are the arguments after the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:  # has a command line of its own
-        return _guarded(lambda: _demo(arguments[1:]), as_json="--json" in arguments)
+    own = {"demo": _demo, "bench": _bench}.get(arguments[0]) if arguments else None
+    if own is not None:  # has a command line of its own
+        return _guarded(lambda: own(arguments[1:]), as_json="--json" in arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.run is None:
@@ -108,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     subparsers.add_parser("demo", help="compile small models and show what happened (moepdl demo --help)")
+    subparsers.add_parser("bench", help="measure one MoE block on this device (moepdl bench block --help)")
     explain = command("explain", _explain, "what compiling a model would do, by a dry run of the backend")
     explain.add_argument("factory", metavar="MODULE:FACTORY", help="a function that returns (model, args[, kwargs])")
     explain.add_argument("-o", "--out", type=Path, help="also save the report here, as the suffix says")
@@ -142,6 +141,12 @@ def _demo(arguments: Sequence[str]) -> int:
     from moe_compiler import demo
 
     return int(demo.main(list(arguments)) or DONE)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from moe_compiler.bench import command
+
+    return command.main(arguments)
 
 
 def _explain(options: argparse.Namespace) -> int:

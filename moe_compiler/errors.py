@@ -66,6 +66,10 @@ def _rebuild(cls: type[MoepdlError], fields: dict[str, Any]) -> MoepdlError:
     return error
 
 
+class UsageError(MoepdlError):
+    """The command line names something that is not there, or asks for what cannot be; exit code 2."""
+
+
 class OptionError(MoepdlError):
     """An option has an unknown key, an unknown name or a value that is not allowed, as argument or as
     `MOEPDL_<KEY>`.

@@ -407,8 +407,11 @@ def _compile(
 
 
 def compile_recorded(start: Start) -> None:
-    """Compile what `recording` collected for the current device, so that a later launch finds it in triton's cache."""
-    _compile(
+    """Compile what `recording` collected for the current device, so that a later launch finds it in triton's cache.
+
+    What is launched programmatically is audited too, and the verdict kept beside it.
+    """
+    handle = _compile(
         start.kernel,
         start.operands,
         start.numbers,
@@ -418,6 +421,10 @@ def compile_recorded(start: Start) -> None:
         start.stages,
         start.registers,
     )
+    if start.pdl:
+        from moe_compiler.runtime_kernels.audit import audited
+
+        audited(handle)
 
 
 def _waits_as_it_must(handle: Any) -> bool:

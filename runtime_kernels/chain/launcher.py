@@ -78,7 +78,10 @@ def run(tensors: Sequence[Tensor], text: str, outputs: Mapping[str, Value] | Non
             return known(tensors, None if outputs is None else flatten(list(outputs.values())))  # type: ignore[no-any-return]
         except Exception as error:
             raise KernelLaunchError(program.name, "bound", known.launching, error) from error
-    if launching.is_recording() or program.tokens_of(tensors) == 0:
+    if launching.is_recording():
+        # Nothing was computed, but what comes after the chain may index with its ids: zeros are valid ones.
+        return [out if out.is_floating_point() else out.zero_() for out in _run(program, tensors, None, outputs)]
+    if program.tokens_of(tensors) == 0:
         return _run(program, tensors, None, outputs)
     with launching.tracing() as trace:
         binder = bound.Binder(trace, tensors, program.are_weights)

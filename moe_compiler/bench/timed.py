@@ -1,0 +1,101 @@
+"""Times in microseconds, of calls and of CUDA graphs, of several ways in turns; and the memory that a call takes.
+
+Every call of a way gets the next of the inputs, so that none finds its own input in a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moe_compiler import timing
+
+__all__ = ["captured", "device_us", "host_us", "is_out_of_memory", "no_waiting", "peak_bytes", "rotating"]
+
+
+def captured(call: Callable[[Any], object], inputs: Sequence[Any]) -> Callable[[], None]:
+    """The replay of one CUDA graph that holds `call(x)` for each x of inputs, in order."""
+    for x in inputs:
+        call(x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x in inputs:
+            call(x)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x in inputs:
+            call(x)
+    return graph.replay
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Operators of torch that make the host wait for the GPU raise RuntimeError inside."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def rotating(call: Callable[[Any], object], inputs: Sequence[Any]) -> Callable[[], object]:
+    """A call without arguments that takes the inputs in turns."""
+    turns = itertools.cycle(inputs)
+    return lambda: call(next(turns))
+
+
+def device_us(
+    ways: Mapping[str, Callable[[], object]], *, calls: int = 1, rounds: int = 30, warmup: int = 5
+) -> dict[str, list[float]]:
+    """Microseconds between two events around each way, in turns, divided by `calls`; idle device before each."""
+    for call in ways.values():
+        for _ in range(warmup):
+            call()
+    torch.cuda.synchronize()
+    names = list(ways)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            ways[name]()
+            end.record()
+            torch.cuda.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return samples
+
+
+def host_us(ways: Mapping[str, Callable[[], object]], *, budget_s: float = 2.0) -> dict[str, list[float]]:
+    """Microseconds of each call on a CPU, in turns; `budget_s` for all of them together."""
+    seconds = timing.interleaved(ways, budget_s=budget_s, rounds=(3, 50), warmup=1)
+    return {name: [value * 1e6 for value in samples] for name, samples in seconds.items()}
+
+
+def peak_bytes(call: Callable[[], Any], kept: Callable[[Any], int]) -> int | None:
+    """The most that a call has allocated at any time on the GPU, less `kept(result)` bytes that it leaves; else None.
+
+    What was allocated before the call does not count.
+    """
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    return max(0, torch.cuda.max_memory_allocated() - before - kept(result))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device, or the CPU, has no memory left."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
