@@ -24,6 +24,7 @@ from moe_compiler.plan import Step, variants
 from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, VariantRecord
 from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, Variant
 from moe_compiler.runtime_kernels.registry import kernel
+from moe_compiler.runtime_kernels.tiles import Tile, parse_tile
 
 __all__ = [
     "Chain",
@@ -380,7 +381,8 @@ def to_record(
                 triggers=kernel(launch.kernel).traits.triggers and chain.device == "cuda",
                 pdl=launch.pdl,
                 predicted_us=None if known is None else known.launch_us[index],
-                cost=cost_text(launch.kernel, sizes) if costs_known(launch.kernel) else {},
+                cost=cost_text(launch.kernel, sizes, _tiles(launch)) if costs_known(launch.kernel) else {},
+                tiles={f"T <= {t}" if t is not None else "any T": tile or "own" for t, tile in launch.tiles},
             )
             for index, launch in enumerate(variant.launches)
         )
@@ -391,6 +393,10 @@ def to_record(
         tokens = None if known is None else known.tokens
         shown.append(VariantRecord(variant.name, variant.max_tokens, launches, shown_edges, tokens))
     return ChainRecord(name=chain.program.name, direction=chain.direction, variants=tuple(shown))
+
+
+def _tiles(launch: Launch) -> tuple[tuple[int | None, Tile | None], ...]:
+    return tuple((limit, None if text is None else parse_tile(text)) for limit, text in launch.tiles)
 
 
 def _edge_record(

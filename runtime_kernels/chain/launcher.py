@@ -83,7 +83,8 @@ def _run(program: PreparedProgram, tensors: Sequence[Tensor], binder: Binder | N
     variant = program.variant(sizes)
     device = tensors[0].device
     # With no tokens some launches are skipped, so a launch's predecessor is not the planned one.
-    pdl_allowed = program.tokens(sizes) != 0
+    tokens = program.tokens(sizes)
+    pdl_allowed = tokens != 0
     for launch in variant.launches:
         outs: dict[str, Value] = {}
         work = False
@@ -95,7 +96,7 @@ def _run(program: PreparedProgram, tensors: Sequence[Tensor], binder: Binder | N
         if work:
             ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
             try:
-                launch.kernel.launch(outs, ins, launch.attrs, pdl=launch.pdl and pdl_allowed)
+                launch.kernel.launch(outs, ins, launch.attrs, pdl=launch.pdl and pdl_allowed, **launch.options(tokens))
             except Exception as error:
                 raise KernelLaunchError(program.name, variant.name, launch.kernel.name, error) from error
         if binder is not None:
