@@ -436,6 +436,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     from moe_compiler.progress import Progress
     from moe_compiler.tuning.command import parse_shape, record, report_lines, tune_shape
+    from moe_compiler.tuning.compile_pool import CompilePool
     from moe_compiler.tuning.tile_table import table_path
     from moe_compiler.tuning.tune_block import LADDER
 
@@ -449,13 +450,13 @@ def _tune(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(f"--shape: {error}", try_="--shape 128x8x2048x768") from None
     try:
-        with Progress("tune") as progress:
+        with Progress("tune") as progress, CompilePool(options.workers) as pool:
             found = tune_shape(
                 sizes,
                 tokens,
                 budget_s=options.budget,
+                pool=pool,
                 train=options.train,
-                workers=options.workers,
                 out=options.out,
                 say=progress.step,
             )

@@ -182,7 +182,8 @@ class CudaLaboratory:
         """What the compiled code depends on; T is none of it."""
         launch = self._launch(task)[1]
         given = tuple(sorted(parameter for parameter, name in launch.ins if name is not None))
-        return (task.kernel, given, tuple(parameter for parameter, _ in launch.outs), launch.pdl, tile)
+        taken = tuple(parameter for parameter, _ in launch.outs)
+        return (self._block.text, task.kernel, given, taken, launch.pdl, tile)
 
     def _launch(self, task: Task) -> tuple[tuple[str, int], Any]:
         variant = self._prepared.variant_of(task.tokens)

@@ -202,8 +202,8 @@ def _few(work: Work, limits: Limits) -> Iterator[Tile]:
                 continue
             for warps in (2, 4, 8):
                 for stages in (1, 2, 3, 4):
-                    # One stage unrolls the loop: a long one makes code without end.
-                    if stages > 1 or -(-inner // depth) * (work.sizes["k"] if work.kernel == "down_few" else 1) <= 32:
+                    # One stage unrolls the loop: a long one takes a minute to compile.
+                    if stages > 1 or -(-inner // depth) * (work.sizes["k"] if work.kernel == "down_few" else 1) <= 8:
                         yield Tile(1, cols, depth, warps, stages)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
 from moe_compiler.runtime_kernels.chain.program import Program
+from moe_compiler.tuning.compile_pool import CompilePool
 from moe_compiler.tuning.tile_table import table_path, write_row
 from moe_compiler.tuning.tune_block import Tuning, tune_on_device
 from moe_compiler.tuning.tuned_tiles import Stored, block_text, plain
@@ -71,14 +72,15 @@ def tune_shape(
     tokens: Sequence[int],
     *,
     budget_s: float,
+    pool: CompilePool,
     train: bool = False,
-    workers: int | None = None,
     out: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Tuning]:
     """Tune a block on the current device; the result is kept in the device's table, or at `out`.
 
-    budget_s: for all its chains together. Raises RuntimeError without a CUDA device that the kernels run on.
+    budget_s: for all its chains together. pool: processes that compile, entered. Raises RuntimeError without a CUDA
+    device that the kernels run on.
     """
     from moe_compiler import device
 
@@ -113,7 +115,7 @@ def tune_shape(
                 operands,
                 tokens,
                 budget_s=budget_s / len(cases),
-                workers=workers,
+                pool=pool,
                 say=lambda text, case=case: say(f"{case.name}: {text}"),  # type: ignore[misc]
             )
             write_row(out or table_path(name), name, case.block, tuning.points)

@@ -49,6 +49,17 @@ class CompilePool:
             self._changed.wait_for(lambda: self._answers[key] is not None, max(timeout, 0.0))
             return self._answers[key]
 
+    def drop_waiting(self) -> None:
+        """Forget the jobs that no process has begun: nobody will ask for them."""
+        with self._changed:
+            while True:
+                try:
+                    item = self._jobs.get_nowait()
+                except queue.Empty:
+                    return
+                if item is not None:
+                    del self._answers[item[0]]
+
     def __enter__(self) -> CompilePool:
         for number in range(self._count):
             thread = threading.Thread(target=self._serve, name=f"moepdl tiles {number}", daemon=True)

@@ -19,6 +19,7 @@ from moe_compiler.runtime_kernels.chain.program import Program, Variant
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.tiles import COLUMNS, DEPTHS, SIDES
 from moe_compiler.tuning.candidates import Limits, Work, candidates
+from moe_compiler.tuning.compile_pool import CompilePool
 from moe_compiler.tuning.search import Laboratory, Outcome, Task, search
 from moe_compiler.tuning.tuned_tiles import Points, Stored, with_tiles
 
@@ -174,24 +175,23 @@ def tune_on_device(
     tokens: Sequence[int],
     *,
     budget_s: float,
-    workers: int | None = None,
+    pool: CompilePool,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuning:
     """`tune_block` on the current CUDA device. described, operands: see `bench.Block`."""
     from moe_compiler.edge_timing import interleaved_us
     from moe_compiler.tuning.bench import Block, CudaLaboratory
-    from moe_compiler.tuning.compile_pool import CompilePool
 
     began = time.perf_counter()
     limits = limits_of()
     tasks = tasks_of(program, sizes, weights, tokens, limits)
     bare = with_tiles(program, {}, 1.0)
-    with CompilePool(workers) as pool:
-        laboratory = CudaLaboratory(Block(bare.to_text(), described, operands), pool, limits.shared)
+    laboratory = CudaLaboratory(Block(bare.to_text(), described, operands), pool, limits.shared)
 
-        def chain_times(count: int, texts: Mapping[str, str]) -> Mapping[str, Sequence[float]]:
-            return interleaved_us(operands(count), texts, rounds=15)
+    def chain_times(count: int, texts: Mapping[str, str]) -> Mapping[str, Sequence[float]]:
+        return interleaved_us(operands(count), texts, rounds=15)
 
+    try:
         return tune_block(
             bare,
             block,
@@ -202,3 +202,5 @@ def tune_on_device(
             budget_s=max(budget_s - (time.perf_counter() - began), 1.0),
             say=say,
         )
+    finally:
+        pool.drop_waiting()

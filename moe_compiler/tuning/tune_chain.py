@@ -23,6 +23,7 @@ from moe_compiler.launch import Chain, tokens_of, with_pdl
 from moe_compiler.options import Options
 from moe_compiler.progress import Progress
 from moe_compiler.runtime_kernels.registry import kernel, tiled
+from moe_compiler.tuning.compile_pool import CompilePool
 from moe_compiler.tuning.tile_table import look_up, table_path, write_row
 from moe_compiler.tuning.tune_block import LADDER, Tuning, tune_on_device
 from moe_compiler.tuning.tuned_tiles import Points, Stored, block_text, missing, with_tiles
@@ -161,7 +162,7 @@ def _tune(
             kept[:] = [tensor for tensor, weight in zip(runs[0], which, strict=True) if weight]
         return runs
 
-    with torch_private.real_tensors(), torch.no_grad():
+    with torch_private.real_tensors(), torch.no_grad(), CompilePool() as pool:
         try:
             return tune_on_device(
                 program,
@@ -172,6 +173,7 @@ def _tune(
                 operands,
                 tokens,
                 budget_s=options.tune_budget_s,
+                pool=pool,
                 say=progress.step,
             )
         except torch.OutOfMemoryError as error:

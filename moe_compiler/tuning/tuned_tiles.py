@@ -45,7 +45,7 @@ class Stored:
     stride: tuple[int, ...]
 
     def __str__(self) -> str:
-        """`gate=rows`: a matrix's rows are contiguous; `columns`, `strided`; `/4096`: their step, where it is not dense."""
+        """`gate=rows`: a matrix's rows are contiguous; `columns`, `strided`; `/4096`: their step, if not dense."""
         (rows, columns), (step, unit) = self.shape[-2:], self.stride[-2:]
         how = "rows" if unit == 1 else "columns" if step == 1 else "strided"
         dense, own = {"rows": (columns, step), "columns": (rows, unit), "strided": (0, step)}[how]
@@ -67,6 +67,8 @@ def block_text(program: Program, sizes: Mapping[str, int], weights: Sequence[Sto
         words.append("biased")
     if any(launch.attrs.get("save") for launch in launches):
         words.append("saving")
+    if any(launch.kernel.startswith("grad_") for launch in launches):
+        words.append("backward")
     return " ".join(words)
 
 
