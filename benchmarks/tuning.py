@@ -59,7 +59,7 @@ def worst(cases: Sequence[Mapping[str, Any]]) -> float:
 def notes(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the table's numbers are."""
     return [
-        "whole forward chain of a block with its router, bf16, in a CUDA graph of rotating inputs; medians of 15 rounds.",
+        "whole forward chain of a block with its router, bf16, in a CUDA graph; medians of 15 rounds.",
         "shipped: the tiles that a block takes without tuning; tuned: those that `moepdl tune` found in the time.",
         "experts x top-k x hidden x intermediate: " + ", ".join(f"{name} {shape}" for name, shape in SHAPES.items()),
         *(f"{case['name']}: {case['tried']} tiles timed in {case['seconds']} s" for case in cases),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_compiler.device import describe
+from moe_compiler.device import triton_version
 from moe_compiler.device_model import calibration_path
 from moe_compiler.runtime_kernels.tiles import TileError
 from moe_compiler.tuning.tuned_tiles import Points, blocks_of, plain
@@ -35,7 +35,7 @@ def made_with() -> str:
     for path in sorted(folder.resolve().rglob("*.py")):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
-    return f"triton {describe()['triton']}, kernels {digest.hexdigest()[:12]}"
+    return f"triton {triton_version()}, kernels {digest.hexdigest()[:12]}"
 
 
 def table_path(device: str) -> Path:

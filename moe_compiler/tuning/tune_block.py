@@ -128,6 +128,7 @@ def _variant_of(program: Program, tokens: int) -> Variant:
 def tune_block(
     program: Program,
     block: str,
+    tokens: Sequence[int],
     tasks: Sequence[Task],
     laboratory: Laboratory,
     chain_times: ChainTimes,
@@ -137,31 +138,37 @@ def tune_block(
     clock: Callable[[], float] = time.perf_counter,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuning:
-    """Search, then keep what the whole chain gains by. `chain_times`: (T, texts by way) -> microseconds by way."""
+    """Search, then keep what the whole chain gains by. `chain_times`: (T, texts by way) -> microseconds by way.
+
+    A kernel that had no turn has points too, at all `tokens`: it keeps its own tile, and is not searched again.
+    """
     began = clock()
     until = began + _SEARCH_SHARE * budget_s
     outcomes, stopped = search(tasks, laboratory, until=until, clock=clock, say=say)
     found: dict[str, dict[int, Any]] = {}
+    for count in tokens:
+        for launch in _variant_of(program, count).launches:
+            if kernel(launch.kernel).traits.tiled:
+                found.setdefault(launch.kernel, {})[count] = None
     for task, outcome in outcomes.items():
-        if outcome.own_us:
-            found.setdefault(task.kernel, {})[task.tokens] = outcome.best
+        found[task.kernel][task.tokens] = outcome.best
     chain_us: dict[int, tuple[float, float]] = {}
     before = with_tiles(program, {}, rows_a_token).to_text()
-    for tokens in sorted({t for points in found.values() for t in points}):
-        say(f"the whole chain, T={tokens}")
-        here = {name: {tokens: points[tokens]} for name, points in found.items() if tokens in points}
+    for count in sorted(set(tokens)):
+        say(f"the whole chain, T={count}")
+        here = {name: {count: points[count]} for name, points in found.items() if count in points}
         changed = any(tile is not None for points in here.values() for tile in points.values())
         texts = {"before": before}
         if changed:
             texts["after"] = with_tiles(program, here, rows_a_token).to_text()
-        times = chain_times(tokens, texts)
+        times = chain_times(count, texts)
         own_us = median(times["before"])
         after_us = median(times["after"]) if changed else own_us
         if after_us >= own_us:
             after_us = own_us
             for name in here:
-                found[name][tokens] = None
-        chain_us[tokens] = (own_us, after_us)
+                found[name][count] = None
+        chain_us[count] = (own_us, after_us)
     return Tuning(block, found, chain_us, tuple(outcomes.values()), clock() - began, not stopped)
 
 
@@ -195,6 +202,7 @@ def tune_on_device(
         return tune_block(
             bare,
             block,
+            tokens,
             tasks,
             laboratory,
             chain_times,

@@ -37,6 +37,8 @@ def test_defaults():
         "verify": "structural",
         "numerics": "strict",
         "tune": "cached",
+        "tune_budget_s": 60,
+        "tiles": {},
         "dryrun": False,
         "on_error": "raise",
         "dump": None,
