@@ -40,6 +40,7 @@ HOPPER = Limits(90, 232448, HOPPER_MULTIPROCESSORS)
 # A program's 32-bit registers a thread, and those of a multiprocessor; results take at most half of a thread's.
 _REGISTERS, _ALL_REGISTERS, _RESULTS = 255, 65536, 128
 _THREADS, _PROGRAMS = 2048, 32
+_ENDS = 16640
 # Of an H200, measured: bytes a microsecond from memory, from L2 into shared memory, and FLOPs a microsecond; bytes that
 # a multiprocessor must have in flight to keep the memory busy; the time around a tile's loop, and around a step's.
 _MEMORY, _L2, _FLOPS = 4.3e6, 8.5e6, 7.9e8
@@ -218,12 +219,9 @@ def shared_bytes(work: Work, tile: Tile) -> int:
     """At most so many bytes of shared memory a program takes: its stages, with barriers and what the ends need."""
     if tile.rows == 1:
         return 0
-    one = (tile.rows * (tile.depth if work.kernel not in SIDES else 1) + work.parts * tile.cols * tile.depth) * 2
-    if work.kernel in SIDES:
-        one = (tile.rows + tile.cols) * tile.depth * 2
-    # With specialised warps results go through shared memory, half a tile at a time.
-    ends = tile.rows * tile.cols // 2 if tile.instead is not None else 0
-    return one * tile.stages + ends + 256
+    one = (tile.rows + work.parts * tile.cols) * tile.depth * 2
+    # With specialised warps results go through shared memory, a part of a tile at a time.
+    return one * tile.stages + (_ENDS if tile.instead is not None else 256)
 
 
 def fits(work: Work, tile: Tile, limits: Limits) -> bool:

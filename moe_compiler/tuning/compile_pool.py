@@ -19,6 +19,9 @@ from moe_compiler.tuning.compile_worker import Answer, Job, receive, send
 
 __all__ = ["CompilePool"]
 
+# Not run as a module: its classes would be those of __main__ there, which are others here.
+_WORKER = "from moe_compiler.tuning.compile_worker import main; main()"
+
 
 class CompilePool:
     """Compiles jobs in the order in which they come, each once. Use it in a `with` statement.
@@ -86,7 +89,7 @@ class CompilePool:
             if self._closed:
                 return None
             process = subprocess.Popen(
-                [sys.executable, "-m", "moe_compiler.tuning.compile_worker"],
+                [sys.executable, "-c", _WORKER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -107,8 +110,8 @@ class CompilePool:
             try:
                 send(process.stdin, job)
                 answer: Answer = receive(process.stdout)
-            except (OSError, EOFError) as error:
-                answer = Answer(f"the compiling process ended: {error or type(error).__name__}")
+            except Exception as error:  # an answer that cannot be read is no answer
+                answer = Answer(f"the compiling process ended: {type(error).__name__} {error}".rstrip())
                 process.kill()
                 process.wait()
                 process = None

@@ -1,4 +1,4 @@
-"""A process that compiles tiles: `python -m moe_compiler.tuning.compile_worker`, driven by `compile_pool`.
+"""A process that compiles tiles, driven by `compile_pool`.
 
 It reads jobs from stdin and answers on stdout, each a pickle behind its length. What the compiler prints goes nowhere.
 Nothing is launched, and no memory of the device is taken but a context: compiled kernels, and the audits of those that
@@ -119,7 +119,3 @@ def main() -> None:
         except Exception as error:
             answer = Answer(f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[-1:]}"[:400])
         send(answers, answer)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,7 @@ from moe_compiler.errors import OptionError
 from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.pipeline import run_passes
+from moe_compiler.runtime_kernels.registry import tiled
 from moe_compiler.runtime_kernels.tiles import parse_tile
 from moe_compiler.tuning import tune_chain
 from moe_compiler.tuning.candidates import HOPPER, Work, candidates
