@@ -114,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("-o", "--out", type=Path, help="also save the report here, as the suffix says")
     explain.add_argument("--options", default="{}", metavar="JSON", help="what options={...} would be")
     explain.add_argument(
-        "--measure", action="store_true", help="measure what each programmatic edge gains on this GPU, and keep it"
+        "--measure",
+        action="store_true",
+        help="find the tiles of this GPU and what each programmatic edge gains on it, and keep them",
     )
     command("passes", _passes, "the passes in the order they run, with level, numerics and first line of text")
     opt = command("opt", _opt, "run passes on a graph file of a dump and print the graph they leave")

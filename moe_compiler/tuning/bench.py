@@ -31,6 +31,8 @@ __all__ = ["Bench", "Block", "CudaLaboratory"]
 _TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-3}
 # A replay should take so long that its start is nothing beside it.
 _REPLAY_US, _MOST_REPEATS = 200.0, 16
+# Seconds to wait for other processes to compile what a chain launches by itself.
+_OWN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,19 @@ class Bench:
     def _graph(self, index: int, tile: Tile | None, repeats: int) -> torch.cuda.CUDAGraph:
         for run in range(len(self._values)):
             self.launch(index, run, tile)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate while this one measures.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(repeats):
-                for run in range(len(self._values)):
-                    self.launch(index, run, tile)
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        # What `torch.cuda.graph` does, without its collection of garbage and emptying of caches: hundreds are captured.
+        with torch.cuda.stream(side):
+            # Other threads may allocate while this one measures.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for _ in range(repeats):
+                    for run in range(len(self._values)):
+                        self.launch(index, run, tile)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
         graph.replay()
         return graph
 
@@ -172,9 +180,33 @@ class CudaLaboratory:
         self._bench: tuple[int, Bench] | None = None
         self._described: dict[int, Any] = {}
 
+    def warm(self, tokens: Sequence[int]) -> None:
+        """Begin to compile what the chain launches by itself for these T, before anything else."""
+        for count in tokens:
+            variant = self._prepared.variant_of(count)
+            for index, launch in enumerate(variant.launches):
+                job = self._job(count, (variant.name, index), None, launch.pdl)
+                self._pool.submit((self._block.text, count, index), job)
+
+    def _job(self, tokens: int, where: tuple[str, int], tile: Tile | None, pdl: bool) -> Job:
+        if tokens not in self._described:
+            self._described[tokens] = self._block.described(tokens)
+        return Job(
+            program=self._block.text,
+            launch=where,
+            tensors=self._described[tokens],
+            tile=None if tile is None else str(tile),
+            pdl=pdl,
+            shared=self._shared,
+            arch=None,
+        )
+
     def _bench_of(self, tokens: int) -> Bench:
         if self._bench is None or self._bench[0] != tokens:
             self._bench = None
+            for index in range(len(self._prepared.variant_of(tokens).launches)):
+                # What is not compiled by then is compiled here.
+                self._pool.answer((self._block.text, tokens, index), _OWN_S)
             self._bench = (tokens, Bench(self._block.text, self._block.operands(tokens)))
         return self._bench[1]
 
@@ -193,20 +225,9 @@ class CudaLaboratory:
 
     def prepare(self, task: Task, tiles: Sequence[Tile]) -> None:
         """Begin to compile these tiles."""
-        if task.tokens not in self._described:
-            self._described[task.tokens] = self._block.described(task.tokens)
         where, launch = self._launch(task)
         for tile in tiles:
-            job = Job(
-                program=self._block.text,
-                launch=where,
-                tensors=self._described[task.tokens],
-                tile=str(tile),
-                pdl=launch.pdl,
-                shared=self._shared,
-                arch=None,
-            )
-            self._pool.submit(self._key(task, tile), job)
+            self._pool.submit(self._key(task, tile), self._job(task.tokens, where, tile, launch.pdl))
 
     def ready(self, task: Task, tiles: Sequence[Tile], until: float) -> tuple[list[Tile], dict[Tile, str]]:
         """The tiles that were compiled in time and are right, and what is wrong with others."""

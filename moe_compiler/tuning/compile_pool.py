@@ -20,7 +20,8 @@ from moe_compiler.tuning.compile_worker import Answer, Job, receive, send
 __all__ = ["CompilePool"]
 
 # Not run as a module: its classes would be those of __main__ there, which are others here.
-_WORKER = "from moe_compiler.tuning.compile_worker import main; main()"
+# Nor does it look for modules where the user happens to be.
+_WORKER = "import sys; sys.path.remove(''); from moe_compiler.tuning.compile_worker import main; main()"
 
 
 class CompilePool:
@@ -85,6 +86,7 @@ class CompilePool:
         root = str(Path(__file__).resolve().parents[2])
         paths = os.environ.get("PYTHONPATH")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *([paths] if paths else [])])}
+        environment.pop("PYTHONSAFEPATH", None)
         with self._changed:
             if self._closed:
                 return None
@@ -94,6 +96,7 @@ class CompilePool:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
+                start_new_session=True,  # Ctrl-C is for the search; a worker whose parent is gone reads no more jobs
             )
             self._processes.append(process)
             return process

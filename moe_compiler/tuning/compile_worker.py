@@ -25,7 +25,7 @@ class Job:
 
     program, launch   a chain's text and (variant, index of a launch in it)
     tensors           shape, strides and dtype of each operand of the chain
-    tile              the tile's text
+    tile              the tile's text, None for the kernel's own
     pdl               whether it is launched programmatically, and so has to pass the audit
     shared            bytes of shared memory that a program may have
     arch              compute capability to compile for, None: that of the current device
@@ -34,7 +34,7 @@ class Job:
     program: str
     launch: tuple[str, int]
     tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    tile: str
+    tile: str | None
     pdl: bool
     shared: int
     arch: int | None
@@ -70,7 +70,8 @@ def compile_tile(job: Job) -> Answer:
     ins = {parameter: None if known is None else values[known] for parameter, known in launch.ins}
     most = 0
     with launching.recording() as starts:
-        launch.kernel.launch(outs, ins, launch.attrs, pdl=job.pdl, tile=parse_tile(job.tile))
+        options: dict[str, Any] = {} if job.tile is None else {"tile": parse_tile(job.tile)}
+        launch.kernel.launch(outs, ins, launch.attrs, pdl=job.pdl, **options)
     for start in starts:
         if job.arch is None:
             compiled = launching.compile_recorded(start)

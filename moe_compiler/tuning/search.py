@@ -24,6 +24,8 @@ _TURN = 8
 # Of so many next ones of its pool.
 _WINDOW = 3 * _TURN
 _FIRST_ROUNDS, _LAST_ROUNDS = 3, 15
+# Seconds between two words about where the search stands.
+_SAY_S = 5.0
 # Another tile must be so much faster than the kernel's own to be taken.
 KEEP = 0.98
 
@@ -114,7 +116,7 @@ def search(
     """
     compiled: dict[str, set[Tile]] = {task.kernel: set() for task in tasks}
     states = {task: _State(Outcome(task), list(task.pool), compiled[task.kernel]) for task in tasks}
-    turn = 0
+    turn, said = 0, float("-inf")
     try:
         while True:
             active = [state for state in states.values() if state.idle < patience]
@@ -129,7 +131,9 @@ def search(
             for number, state in enumerate(active):
                 if clock() >= until:
                     return _finished(states), True
-                say(_told(states, turn, number, len(active), state.outcome.task))
+                if number == 0 or clock() - said >= _SAY_S:
+                    said = clock()
+                    say(_told(states, turn, number, len(active), state.outcome.task))
                 _turn(state, laboratory, until)
             turn += 1
     except KeyboardInterrupt:

@@ -199,6 +199,7 @@ def tune_on_device(
         return interleaved_us(operands(count), texts, rounds=15)
 
     try:
+        laboratory.warm(tokens)
         return tune_block(
             bare,
             block,
