@@ -62,7 +62,11 @@ def notes(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         "whole forward chain of a block with its router, bf16, in a CUDA graph; medians of 15 rounds.",
         "shipped: the tiles that a block takes without tuning; tuned: those that `moepdl tune` found in the time.",
         "experts x top-k x hidden x intermediate: " + ", ".join(f"{name} {shape}" for name, shape in SHAPES.items()),
-        *(f"{case['name']}: {case['tried']} tiles timed in {case['seconds']} s" for case in cases),
+        *(
+            f"{case['name']}: {case['tried']} tiles timed in {case['seconds']} s"
+            + ("" if case["complete"] else ", when the time was up")
+            for case in cases
+        ),
         f"largest ratio {worst(cases):.3f}, goal at most {GOAL}",
     ]
 

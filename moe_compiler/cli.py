@@ -462,6 +462,12 @@ def _tune(options: argparse.Namespace) -> int:
                 out=options.out,
                 say=progress.step,
             )
+    except torch.OutOfMemoryError as error:
+        raise MoepdlError(
+            "nothing was tuned: the block does not fit into the device's free memory",
+            why=str(error).splitlines()[0],
+            try_="fewer tokens: --tokens 1 64 1024",
+        ) from error
     except RuntimeError as error:
         if isinstance(error, MoepdlError):
             raise

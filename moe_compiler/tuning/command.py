@@ -6,7 +6,6 @@ SiLU, with its router. With `train` the forward that saves for the backward pass
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from moe_compiler.runtime_kernels.chain.program import Program
 from moe_compiler.tuning.compile_pool import CompilePool
 from moe_compiler.tuning.tile_table import table_path, write_row
 from moe_compiler.tuning.tune_block import Tuning, tune_on_device
-from moe_compiler.tuning.tuned_tiles import Stored, block_text, plain
+from moe_compiler.tuning.tuned_tiles import Stored, block_text, options_text, plain
 
 __all__ = ["Case", "cases_of", "parse_shape", "record", "report_lines", "tune_shape"]
 
@@ -157,12 +156,11 @@ def report_lines(tunings: Sequence[Tuning], path: Path) -> list[str]:
             won = _won(tuning.points, tokens)
             lines.append(f"  {tokens:>6}  {before:>9.1f}  {after:>9.1f}  {after / before:>5.3f}  {won}")
         lines.append(f"  {tuning.tried} tiles timed in {tuning.seconds:.0f} s{_rest(tuning)}")
-    chosen = {t.block: p for t in tunings if (p := _winners(t.points))}
-    lines.append(f"kept in {path}, where later compiles find it")
-    if not chosen:
-        lines.append("no tile was faster than the kernels' own: there is nothing to paste")
-    else:
-        lines.append(f'to fix it: options={{"tiles": {json.dumps(plain(chosen))}}}')
+    lines.append(f"kept in {path}")
+    text = options_text({tuning.block: tuning.points for tuning in tunings})
+    lines.append(
+        f"to fix it: {text}" if text else "no tile was faster than the kernels' own: there is nothing to paste"
+    )
     return lines
 
 
@@ -176,8 +174,3 @@ def _rest(tuning: Tuning) -> str:
 def _won(points: Mapping[str, Mapping[int, Any]], tokens: int) -> str:
     won = [f"{kernel} {at[tokens]}" for kernel, at in sorted(points.items()) if at.get(tokens) is not None]
     return "; ".join(won) or "-"
-
-
-def _winners(points: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Any]]:
-    """The kernels with a point whose tile won, with all of their points: those bound where it serves."""
-    return {k: dict(at) for k, at in points.items() if any(tile is not None for tile in at.values())}

@@ -103,7 +103,7 @@ class CompilePool:
 
     def _serve(self) -> None:
         """One process's jobs, one after the other. A process that dies is replaced; the job that killed it is not."""
-        process: subprocess.Popen[bytes] | None = None
+        process = self._start()  # before there is a job: to import torch takes as long as to compile
         while (item := self._jobs.get()) is not None and not self._closed:
             key, job = item
             if process is None:

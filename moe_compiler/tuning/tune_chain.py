@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_compiler import device, torch_private
+from moe_compiler import _logs, device, torch_private
 from moe_compiler.chain_operands import Layout, NoSample, are_weights, operand_layouts, sample_operands
 from moe_compiler.cost import T
 from moe_compiler.dag import block_sizes
@@ -26,7 +26,14 @@ from moe_compiler.runtime_kernels.registry import kernel, tiled
 from moe_compiler.tuning.compile_pool import CompilePool
 from moe_compiler.tuning.tile_table import look_up, table_path, write_row
 from moe_compiler.tuning.tune_block import LADDER, Tuning, tune_on_device
-from moe_compiler.tuning.tuned_tiles import Points, Stored, block_text, missing, with_tiles
+from moe_compiler.tuning.tuned_tiles import (
+    Points,
+    Stored,
+    block_text,
+    missing,
+    options_text,
+    with_tiles,
+)
 
 __all__ = ["tiled_chain"]
 
@@ -105,6 +112,13 @@ def _completed(
             found = _tune(chain, sizes, layouts, weights, block, open_, options, progress)
     except NoSample as error:
         return points, why and str(error)
+    _logs.log().info(
+        "tiles of %s: %d timed in %.0f s; %s",
+        block,
+        found.tried,
+        found.seconds,
+        options_text({block: found.points}) or "every kernel keeps its own",
+    )
     try:
         write_row(table_path(name), name, block, found.points)
     except OSError as error:

@@ -11,6 +11,7 @@ is the form in files and in options["tiles"]; "own" stands for the kernel's own 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,19 @@ from moe_compiler.runtime_kernels.chain.program import Launch, Program, Variant
 from moe_compiler.runtime_kernels.registry import tiled
 from moe_compiler.runtime_kernels.tiles import Tile, TileError, check_tile, parse_tile
 
-__all__ = ["OWN", "Blocks", "Points", "Stored", "block_text", "blocks_of", "missing", "plain", "ranges", "with_tiles"]
+__all__ = [
+    "OWN",
+    "Blocks",
+    "Points",
+    "Stored",
+    "block_text",
+    "blocks_of",
+    "missing",
+    "options_text",
+    "plain",
+    "ranges",
+    "with_tiles",
+]
 
 OWN = "own"
 # kernel -> T -> tile, None for the kernel's own; and that by block.
@@ -146,6 +159,19 @@ def plain(blocks: Blocks) -> dict[str, dict[str, dict[str, str]]]:
         }
         for block, points in sorted(blocks.items())
     }
+
+
+def options_text(blocks: Blocks) -> str:
+    """What fixes these tiles when it is pasted: `options={"tiles": ...}`; "" where no tile won.
+
+    Of a kernel with a tile that won all points are in it: the others bound where that tile serves.
+    """
+    won = {
+        block: {k: at for k, at in points.items() if any(tile is not None for tile in at.values())}
+        for block, points in blocks.items()
+    }
+    won = {block: points for block, points in won.items() if points}
+    return f'options={{"tiles": {json.dumps(plain(won))}}}' if won else ""
 
 
 def blocks_of(data: Any) -> dict[str, dict[str, dict[int, Tile | None]]]:

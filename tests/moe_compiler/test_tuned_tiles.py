@@ -11,7 +11,16 @@ from moe_compiler.block_program import BlockSizes, backward_program, forward_pro
 from moe_compiler.runtime_kernels.tiles import TileError, parse_tile
 from moe_compiler.tuning import tile_table
 from moe_compiler.tuning.tile_table import look_up, made_with, read_tiles, table_path, tiles_digest, write_row
-from moe_compiler.tuning.tuned_tiles import Stored, block_text, blocks_of, missing, plain, ranges, with_tiles
+from moe_compiler.tuning.tuned_tiles import (
+    Stored,
+    block_text,
+    blocks_of,
+    missing,
+    options_text,
+    plain,
+    ranges,
+    with_tiles,
+)
 
 SMALL, LARGE = parse_tile("16x64x64 w4 s3 tma"), parse_tile("128x64x32 w8 s4 g8")
 S, L = str(SMALL), str(LARGE)
@@ -95,6 +104,13 @@ def test_a_block_is_told_by_sizes_data_type_activation_and_layout():
         "a view": (Stored("gate", 1, "bfloat16", (8, 64, 64), (9999, 300, 2)), "gate=strided/300"),
     }.values():
         assert str(layout) == expected
+
+
+def test_the_text_to_paste_has_the_kernels_with_a_tile_that_won():
+    blocks = {BLOCK: {"gate_up": {4: SMALL, 64: None}, "down": {64: None}}, f"{BLOCK} saving": {"down": {64: None}}}
+    text = options_text(blocks)
+    assert json.loads(text.removeprefix("options=")) == {"tiles": {BLOCK: {"gate_up": {"4": S, "64": "own"}}}}
+    assert options_text({BLOCK: {"down": {64: None}}}) == ""
 
 
 def test_texts_and_back():
