@@ -49,11 +49,17 @@ def tiles_digest() -> str:
     if not torch.cuda.is_available():
         return ""
     path = table_path(torch.cuda.get_device_name())
-    return _digest(path, path.stat().st_mtime_ns) if path.is_file() else ""
+    return _digest(path, _state(path)) if path.is_file() else ""
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """What tells that a file was written: a table is replaced as a whole, by another file."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 @lru_cache(maxsize=4)
-def _digest(path: Path, changed: int) -> str:
+def _digest(path: Path, state: tuple[int, int, int]) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
@@ -80,11 +86,11 @@ def read_tiles(path: Path) -> dict[str, dict[str, dict[int, Any]]]:
 
 
 def _read(path: Path) -> Mapping[str, Row]:
-    return _rows(path, path.stat().st_mtime_ns) if path.is_file() else {}
+    return _rows(path, _state(path)) if path.is_file() else {}
 
 
 @lru_cache(maxsize=4)
-def _rows(path: Path, changed: int) -> dict[str, Row]:
+def _rows(path: Path, state: tuple[int, int, int]) -> dict[str, Row]:
     return _parse(path)
 
 

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
-from moe_compiler.runtime_kernels.registry import Kernel
+from moe_compiler.runtime_kernels.registry import Kernel, tiled
 from moe_compiler.runtime_kernels.tiles import parse_tile
+from moe_compiler.tuning.candidates import HOPPER
+from moe_compiler.tuning.command import cases_of
 from moe_compiler.tuning.compile_worker import Answer
 from moe_compiler.tuning.search import Task
+from moe_compiler.tuning.tune_block import tune_on_device
+from moe_compiler.tuning.tuned_tiles import with_tiles
 
 pytest.importorskip("triton")
 
@@ -100,17 +104,17 @@ def gpu(monkeypatch):
     return found
 
 
-def runs(tokens=20, count=3, backward=False):
+def runs(tokens=20, count=3, backward=False, sizes=SIZES):
     torch.manual_seed(0)
-    weights = {name: [torch.randn_like(t) * 0.2 for t in many] for name, many in weights_of(SIZES, "cpu").items()}
+    weights = {name: [torch.randn_like(t) * 0.2 for t in many] for name, many in weights_of(sizes, "cpu").items()}
 
     def one():
-        made = inputs_of(SIZES, tokens, weights, "cpu", backward=backward)
+        made = inputs_of(sizes, tokens, weights, "cpu", backward=backward)
         if not backward:
             return [torch.randn_like(made[0]), *made[1:]]
-        x = torch.randn(tokens, SIZES.hidden, dtype=torch.bfloat16)
-        first = [x, *inputs_of(SIZES, tokens, weights, "cpu")[1:]]
-        text = forward_program(SIZES, save=True).to_text()
+        x = torch.randn(tokens, sizes.hidden, dtype=torch.bfloat16)
+        first = [x, *inputs_of(sizes, tokens, weights, "cpu")[1:]]
+        text = forward_program(sizes, save=True).to_text()
         _, w, preact, perm, starts = torch.ops.moepdl.chain(first, text)
         return [torch.randn_like(x), x, w, preact, perm, starts, *made[6:]]
 
@@ -164,6 +168,9 @@ class Pool:
     def submit(self, key, job):
         self.jobs.setdefault(key, job)
 
+    def drop_waiting(self):
+        self.dropped = True
+
     def answer(self, key, timeout):
         job = self.jobs[key]
         return self.answers.get(job.tile and parse_tile(job.tile), Answer(""))
@@ -204,3 +211,49 @@ def test_the_laboratory_compiles_in_the_pool_and_times_what_is_right(gpu):
     assert made == [20]
     lab.times_us(other, [FAST], 3)
     assert made == [20, 40]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_block_is_tuned_from_its_sizes_to_its_points(gpu, monkeypatch, backward):
+    sizes = BlockSizes(8, 2, 128, 64)
+    (case,) = (case for case in cases_of(sizes, train=True) if case.backward == backward and "saving" not in case.block)
+    weights = weights_of(sizes, "cpu")
+    weights = {name: [torch.randn_like(t) * 0.2 for t in many] for name, many in weights.items()}
+    asked = []
+
+    def described(tokens):
+        made = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
+        return tuple((tuple(t.shape), t.stride(), t.dtype) for t in made)
+
+    def operands(tokens):
+        return runs(tokens, 2, backward, sizes)
+
+    def chain_times(given, texts, rounds):
+        asked.append((given[0][0].shape[0], sorted(texts)))
+        return {way: [40.0 if way == "after" else 50.0] * rounds for way in texts}
+
+    monkeypatch.setattr("moe_compiler.tuning.tune_block.limits_of", lambda: HOPPER)
+    monkeypatch.setattr("moe_compiler.edge_timing.interleaved_us", chain_times)
+    pool, told = Pool({}), []
+    found = tune_on_device(
+        case.program,
+        case.block,
+        sizes.named,
+        case.weights,
+        described,
+        operands,
+        (1, 20),
+        budget_s=8.0,
+        pool=pool,
+        say=told.append,
+    )
+    assert pool.dropped and told[-1] == "the whole chain, T=20"
+    assert asked == [(1, ["after", "before"]), (20, ["after", "before"])]
+    assert found.chain_us == {1: (50.0, 40.0), 20: (50.0, 40.0)} and not found.dropped
+    # Any other tile takes a tenth of the time of a kernel's own here, so each kernel that had a turn has another one.
+    first = "grad_act" if backward else "gate_up_few"
+    assert found.points[first][1] is not None
+    names = {launch.kernel for variant in case.program.variants for launch in variant.launches}
+    assert set(found.points) == names & set(tiled())
+    text = with_tiles(case.program, found.points, 0.25).to_text()
+    assert str(found.points[first][1]) in text
