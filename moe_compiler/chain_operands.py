@@ -9,6 +9,7 @@ share. Random numbers come from a generator of their own, so that the model's ar
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -20,9 +21,10 @@ from moe_compiler.cost import T
 from moe_compiler.dag import block_sizes
 from moe_compiler.launch import Chain
 from moe_compiler.moe_ir import size_expr
+from moe_compiler.runtime_kernels.chain.program import Program
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["Layout", "NoSample", "operand_layouts", "sample_operands"]
+__all__ = ["Layout", "NoSample", "are_weights", "operand_layouts", "sample_operands"]
 
 
 class NoSample(ValueError):
@@ -71,15 +73,29 @@ def _layout(name: str, weight: bool, node: Node, tokens: sympy.Expr) -> Layout:
     return Layout(name, value.dtype, tuple(map(in_tokens, value.shape)), tuple(map(in_tokens, value.stride())), weight)
 
 
-def sample_operands(chain: Chain, tokens: int, device: str, seed: int = 0) -> list[Tensor]:
-    """Operands of the chain for T tokens on `device`, the same for the same seed. Raises NoSample."""
+def are_weights(program: Program) -> list[bool]:
+    """For each operand of a program whether it is a weight: an element of a list."""
+    return [count is not None for _, count in program.inputs for _ in range(1 if count is None else count)]
+
+
+def sample_operands(
+    chain: Chain, tokens: int, device: str, seed: int = 0, weights: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Operands of the chain for T tokens on `device`, the same for the same seed. Raises NoSample.
+
+    weights: of an earlier sample, to be taken over; else they are made as well.
+    """
     sizes = block_sizes(chain.nodes)
     random = torch.Generator(device).manual_seed(seed)
     experts, k = sizes["E"], sizes["k"]
     ids = torch.rand(tokens, experts, generator=random, device=device).topk(k).indices
     perm, starts = kernel("order").reference(ids=ids, num_experts=experts)
     routing = {"ids": ids, "perm": perm, "starts": starts}
-    return [_sample(layout, tokens, routing, random, device) for layout in operand_layouts(chain)]
+    kept = iter(weights or ())
+    return [
+        next(kept) if layout.weight and weights else _sample(layout, tokens, routing, random, device)
+        for layout in operand_layouts(chain)
+    ]
 
 
 def _sample(layout: Layout, tokens: int, routing: dict[str, Tensor], random: torch.Generator, device: str) -> Tensor:

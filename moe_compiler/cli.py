@@ -8,6 +8,7 @@
     moepdl report DUMP -o report.html           a dump as .html, .json, .txt, .dot or .mmd
     moepdl diff DUMP [pass]                     what each pass changed
     moepdl calibrate                            measure this GPU, so that predicted times are its own (a minute)
+    moepdl tune --shape 128x8x2048x768          find the fastest tiles of this GPU for a block, and keep them
     moepdl env                                  versions, device, and whether kernels can be chained programmatically
 
 Every command takes `--json`. Exit codes: 0 done, 1 failed, 2 called wrongly. An error says what, why and what to try;
@@ -112,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("-o", "--out", type=Path, help="also save the report here, as the suffix says")
     explain.add_argument("--options", default="{}", metavar="JSON", help="what options={...} would be")
     explain.add_argument(
-        "--measure", action="store_true", help="measure what each programmatic edge gains on this GPU, and keep it"
+        "--measure",
+        action="store_true",
+        help="find the tiles of this GPU and what each programmatic edge gains on it, and keep them",
     )
     command("passes", _passes, "the passes in the order they run, with level, numerics and first line of text")
     opt = command("opt", _opt, "run passes on a graph file of a dump and print the graph they leave")
@@ -129,6 +132,18 @@ def _parser() -> argparse.ArgumentParser:
     calibrate = command("calibrate", _calibrate, "measure this GPU, so that predicted times are its own (a minute)")
     calibrate.add_argument("--workers", type=int, help="processes that compile kernels; by default one a core")
     calibrate.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the table here, not where it is used")
+    tune = command("tune", _tune, "find the fastest tiles of this GPU for a block of given sizes, and keep them")
+    tune.add_argument(
+        "--shape", required=True, metavar="ExKxHxI", help="experts, top-k, hidden and intermediate size: 128x8x2048x768"
+    )
+    tune.add_argument(
+        "--tokens", type=int, nargs="+", metavar="T", help="numbers of tokens; by default 1 4 16 64 256 1024 4096"
+    )
+    tune.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="time to search; by default 60")
+    tune.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of weights and tokens")
+    tune.add_argument("--train", action="store_true", help="also the forward that saves, and the backward")
+    tune.add_argument("--workers", type=int, help="processes that compile kernels; by default one a core, at most 16")
+    tune.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the table here, not where it is used")
     command("env", _env, "versions, device, options set in the environment, and whether PDL is possible here")
     return parser
 
@@ -177,7 +192,8 @@ def _explain(options: argparse.Namespace) -> int:
 
         times = f"times predicted for {report.predictions}" if report.predictions else ""
         measured = f"gains {report.measured}" if report.measured else ""
-        source = "".join(f", {text}" for text in (times, measured) if text)
+        tiles = f"tiles {report.tiles}" if report.tiles else ""
+        source = "".join(f", {text}" for text in (times, measured, tiles) if text)
         print(f"\nlaunches by chain: start and duration{source}\n{schedule_text(report)}")
         for dag in report.dags:
             for branch in dag.folded_branches():
@@ -419,6 +435,57 @@ def _calibrate(options: argparse.Namespace) -> int:
         _print_json({"path": str(path), "device": model.device, "kernels": sorted(model.kernels)})
     else:
         print(path)
+    return DONE
+
+
+def _tune(options: argparse.Namespace) -> int:
+    import torch
+
+    from moe_compiler.progress import Progress
+    from moe_compiler.tuning.command import parse_shape, record, report_lines, tune_shape
+    from moe_compiler.tuning.compile_pool import CompilePool
+    from moe_compiler.tuning.tile_table import table_path
+    from moe_compiler.tuning.tune_block import LADDER
+
+    tokens = sorted(set(options.tokens or LADDER))
+    if tokens[0] < 1 or not options.budget > 0:
+        raise UsageError(
+            "--tokens are numbers from 1 on, and --budget is a time", try_="--tokens 1 64 4096 --budget 60"
+        )
+    try:
+        sizes = parse_shape(options.shape, getattr(torch, options.dtype))
+    except ValueError as error:
+        raise UsageError(f"--shape: {error}", try_="--shape 128x8x2048x768") from None
+    try:
+        with Progress("tune") as progress, CompilePool(options.workers) as pool:
+            found = tune_shape(
+                sizes,
+                tokens,
+                budget_s=options.budget,
+                pool=pool,
+                train=options.train,
+                out=options.out,
+                say=progress.step,
+            )
+    except torch.OutOfMemoryError as error:
+        raise MoepdlError(
+            "nothing was tuned: the block does not fit into the device's free memory",
+            why=str(error).splitlines()[0],
+            try_="fewer tokens: --tokens 1 64 1024",
+        ) from error
+    except RuntimeError as error:
+        if isinstance(error, MoepdlError):
+            raise
+        raise MoepdlError(
+            f"nothing was tuned: {error}",
+            why="tiles are timed on the GPU that they are for",
+            try_="run it where torch.cuda.is_available(); without it the shipped tiles are used",
+        ) from error
+    path = options.out or table_path(torch.cuda.get_device_name())
+    if options.json:
+        _print_json({"path": str(path), "blocks": [record(tuning) for tuning in found]})
+    else:
+        print("\n".join(report_lines(found, path)))
     return DONE
 
 

@@ -183,7 +183,7 @@ class Compilation:
         """Drop what the report says of a phase's launches and of their times."""
         self.report.schedule = [record for record in self.report.schedule if record.direction != phase]
         if not self.report.schedule:
-            self.report.pdl_off = self.report.predictions = self.report.measured = ""
+            self.report.pdl_off = self.report.predictions = self.report.measured = self.report.tiles = ""
 
     def _forget(self, phase: str) -> None:
         """Drop what an earlier run of the phase (or the cache) put into the report."""
@@ -201,6 +201,7 @@ class Compilation:
             "pdl_off": self.report.pdl_off,
             "predictions": self.report.predictions,
             "measured": self.report.measured,
+            "tiles": self.report.tiles,
         }
         for name in _PHASE_FIELDS:
             data[name] = [item for item in part[name] if phase in (item.get("phase"), item.get("direction"))]
@@ -222,7 +223,7 @@ class Compilation:
         for name in _PHASE_FIELDS:
             getattr(self.report, name).extend(getattr(stored, name))
         self.report.pdl_off, self.report.predictions = stored.pdl_off, stored.predictions
-        self.report.measured = stored.measured
+        self.report.measured, self.report.tiles = stored.measured, stored.tiles
         self.report.notes.append(f"{phase} graph loaded from the compile cache")
         return True
 

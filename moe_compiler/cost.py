@@ -15,11 +15,22 @@ from typing import Any
 import sympy
 import torch
 
-from moe_compiler.runtime_kernels.tiles import HOPPER_MULTIPROCESSORS, TABLES, specialised_fits
+from moe_compiler.runtime_kernels.tiles import (
+    COLUMNS,
+    DEPTHS,
+    HOPPER_MULTIPROCESSORS,
+    SIDES,
+    TABLES,
+    Tile,
+    fitted,
+    specialised_fits,
+)
 
 __all__ = ["StageCost", "T", "cost_text", "costs_known", "stage_cost"]
 
 T, K, E, H, I, N, W = sympy.symbols("T k E H I N w", integer=True, positive=True)
+# (largest T, tile, None for the kernel's own) of a launch: see `chain/program.py`.
+Tiles = tuple[tuple[int | None, Tile | None], ...]
 _PAIRS = T * K
 _HIT = E * (1 - (1 - K / E) ** T)
 
@@ -73,62 +84,67 @@ _COSTS: dict[str, tuple[sympy.Expr, sympy.Expr, sympy.Expr]] = {
 }
 
 
-def stage_cost(stage: str, sizes: Mapping[str, int]) -> StageCost:
-    """The cost of a stage or kernel for a block of these sizes (k, E, H, I, N, w), in T. Raises KeyError."""
-    return _stage_cost(stage, tuple(sorted(sizes.items())))
+def stage_cost(stage: str, sizes: Mapping[str, int], tiles: Tiles = ()) -> StageCost:
+    """The cost of a stage or kernel for a block of these sizes (k, E, H, I, N, w), in T. Raises KeyError.
+
+    tiles: those of a launch, by largest T, where they are not the kernel's own; only the grid depends on them.
+    """
+    return _stage_cost(stage, tuple(sorted(sizes.items())), tiles)
 
 
 @lru_cache(maxsize=1024)
-def _stage_cost(stage: str, items: tuple[tuple[str, int], ...]) -> StageCost:
+def _stage_cost(stage: str, items: tuple[tuple[str, int], ...], tiles: Tiles) -> StageCost:
     """`stage_cost`, once for all equal layers of a model."""
     sizes = dict(items)
     moved, flops, work = _COSTS[stage]
     values = {symbol: sizes[symbol.name] for symbol in (K, E, H, I, N, W) if symbol.name in sizes}
-    grid = _grid(stage, sizes) if stage in TABLES else None
+    grid = _grid(stage, sizes, tiles) if stage in TABLES else None
     return StageCost(bytes=moved.subs(values), flops=flops.subs(values), work=work.subs(values), grid=grid)
 
 
-def cost_text(stage: str, sizes: Mapping[str, int]) -> dict[str, str]:
+def cost_text(stage: str, sizes: Mapping[str, int], tiles: Tiles = ()) -> dict[str, str]:
     """The `bytes`, `flops` and, where it is counted, `grid` of `stage_cost` as text, for records. Raises KeyError."""
-    return dict(_cost_text(stage, tuple(sorted(sizes.items()))))
+    return dict(_cost_text(stage, tuple(sorted(sizes.items())), tiles))
 
 
 @lru_cache(maxsize=1024)
-def _cost_text(stage: str, items: tuple[tuple[str, int], ...]) -> tuple[tuple[str, str], ...]:
-    cost = _stage_cost(stage, items)
+def _cost_text(stage: str, items: tuple[tuple[str, int], ...], tiles: Tiles) -> tuple[tuple[str, str], ...]:
+    cost = _stage_cost(stage, items, tiles)
     known = (("bytes", cost.bytes), ("flops", cost.flops), ("grid", cost.grid))
     return tuple((name, str(expression)) for name, expression in known if expression is not None)
 
 
-# What the columns of a kernel's tiles run over, and what its products sum over: for the gradients of weights both sides
-# of a matrix.
-_COLUMNS = {"gate_up": "I", "down": "H", "grad_act": "I", "grad_pairs": "H"}
-_DEPTHS = {"gate_up": "H", "down": "I", "grad_act": "H", "grad_pairs": "N"}
-_SIDES = {"grad_down": ("H", "I"), "grad_gate_up": ("H", "N")}
-
-
-def _grid(kernel: str, sizes: Mapping[str, int]) -> sympy.Expr | None:
+def _grid(kernel: str, sizes: Mapping[str, int], tiles: Tiles) -> sympy.Expr | None:
     """Programs of a tiled kernel: row tiles that suffice for any routing, times column tiles; by ranges of T."""
-    needed = {"k", "E", "w", *_SIDES.get(kernel, (_COLUMNS.get(kernel, ""), _DEPTHS.get(kernel, "")))}
-    if not needed <= sizes.keys():
+    sides = SIDES.get(kernel) or (DEPTHS[kernel], COLUMNS[kernel])
+    if kernel == "router_logits" or not {"k", "E", "w", *sides} <= sizes.keys():
         return None
     experts, pairs = sizes["E"], T * sizes["k"]
     dtype = torch.float32 if sizes["w"] == 4 else torch.bfloat16
-    cases: list[tuple[sympy.Expr, Any]] = []
-    for limit, tile in TABLES[kernel].ranges(dtype, 90):
-        if tile.instead is not None and not specialised_fits(tile, sizes[_DEPTHS[kernel]], experts):
-            tile = tile.instead
+    both = (sizes[sides[0]], sizes[sides[1]])
+
+    def programs(tile: Tile) -> sympy.Expr:
         if tile.instead is not None:
-            programs = sympy.Integer(HOPPER_MULTIPROCESSORS)
-        elif kernel in _SIDES:
-            token_side, ordered_side = (sizes[name] for name in _SIDES[kernel])
-            programs = sympy.Integer(experts * -(-token_side // tile.rows) * -(-ordered_side // tile.cols))
-        else:
-            suffice = sympy.floor((pairs + (experts + 1) * (tile.rows - 1)) / tile.rows)
-            programs = sympy.Min(pairs, suffice) * -(-sizes[_COLUMNS[kernel]] // tile.cols)
-        # ceil(pairs / experts) <= limit
-        cases.append((programs, True if limit is None else pairs <= limit * experts))
-    return sympy.Piecewise(*cases)
+            if specialised_fits(tile, both[0], experts):
+                return sympy.Integer(HOPPER_MULTIPROCESSORS)
+            tile = tile.instead
+        if kernel in SIDES:
+            return sympy.Integer(experts * -(-both[0] // tile.rows) * -(-both[1] // tile.cols))
+        suffice = sympy.floor((pairs + (experts + 1) * (tile.rows - 1)) / tile.rows)
+        return sympy.Min(pairs, suffice) * -(-both[1] // tile.cols)
+
+    # ceil(pairs / experts) <= limit
+    cases: list[tuple[sympy.Expr, Any]] = [
+        (programs(fitted(kernel, tile, both)), True if limit is None else pairs <= limit * experts)
+        for limit, tile in TABLES[kernel].ranges(dtype, 90)
+    ]
+    usual = sympy.Piecewise(*cases)
+    if not tiles:
+        return usual
+    tuned = [
+        (usual if tile is None else programs(tile), True if limit is None else limit >= T) for limit, tile in tiles
+    ]
+    return sympy.Piecewise(*tuned)
 
 
 def costs_known(kernel: str) -> bool:

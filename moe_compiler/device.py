@@ -10,14 +10,15 @@ import torch
 
 from moe_compiler.device_model import DeviceModel, device_model
 
-__all__ = ["TESTED", "cost_model", "describe", "untested_versions", "why_left_alone", "why_no_pdl"]
+__all__ = ["TESTED", "cost_model", "describe", "triton_version", "untested_versions", "why_left_alone", "why_no_pdl"]
 
 # (torch, triton) pairs that the test suite has run on; None: without triton (CPU).
 TESTED: tuple[tuple[str, str | None], ...] = (("2.11", "3.6"), ("2.13", "3.9"), ("2.13", None))
 
 
 @lru_cache(maxsize=1)
-def _triton_version() -> str | None:
+def triton_version() -> str | None:
+    """The version of triton, None where it is not installed."""
     if find_spec("triton") is None:
         return None
     from importlib.metadata import PackageNotFoundError, version
@@ -34,14 +35,14 @@ def why_no_pdl(kind: str) -> str:
         return f"the block runs on {kind}"
     if torch.version.hip is not None:
         return "AMD GPUs have no programmatic dependent launch"
-    if _triton_version() is None:
+    if triton_version() is None:
         return "triton is not installed"
     major, minor = torch.cuda.get_device_capability()
     if major < 9:
         return f"sm_{major}{minor} is older than sm_90"
-    found = tuple(int(part) for part in (_triton_version() or "0.0").split(".")[:2])
+    found = tuple(int(part) for part in (triton_version() or "0.0").split(".")[:2])
     if found < (3, 5):
-        return f"triton {_triton_version()} cannot call the device-side wait; 3.5 can"
+        return f"triton {triton_version()} cannot call the device-side wait; 3.5 can"
     return ""
 
 
@@ -51,7 +52,7 @@ def why_left_alone(kind: str, dtype: torch.dtype) -> str:
         return ""
     if kind != "cuda" or torch.version.hip is not None:
         return f"there are no kernels for {'AMD GPUs' if kind == 'cuda' else f'{kind} devices'}"
-    if _triton_version() is None:
+    if triton_version() is None:
         return "triton is not installed"
     if dtype is torch.float64:
         return "the CUDA kernels compute in float32, bfloat16 and float16, not in float64"
@@ -63,7 +64,7 @@ def describe() -> dict[str, Any]:
     """Versions and devices, as shown in reports and by `moepdl env`."""
     found: dict[str, Any] = {
         "torch": torch.__version__,
-        "triton": _triton_version() or "not installed",
+        "triton": triton_version() or "not installed",
         "device": "cpu",
         "cpu_threads": torch.get_num_threads(),
     }
@@ -100,7 +101,7 @@ def cost_model(kind: str) -> DeviceModel | None:
 
 def untested_versions() -> str:
     """A sentence when this pair of torch and triton is none of the tested ones, else ""."""
-    triton = _triton_version()
+    triton = triton_version()
     own = (".".join(torch.__version__.split(".")[:2]), ".".join(triton.split(".")[:2]) if triton else None)
     if own in TESTED:
         return ""

@@ -13,10 +13,10 @@ import torch
 
 import moe_compiler.runtime_kernels.register  # noqa: F401 - defines the operators
 from moe_compiler import torch_private
-from moe_compiler.chain_operands import NoSample, sample_operands
+from moe_compiler.chain_operands import NoSample, are_weights, sample_operands
 from moe_compiler.launch import Chain
 
-__all__ = ["times_us"]
+__all__ = ["interleaved_us", "times_us"]
 
 ROUNDS = 40
 # Tokens from which on one input is enough: its activations fill the cache.
@@ -42,14 +42,21 @@ def times_us(chain: Chain, tokens: int, texts: Mapping[str, str]) -> dict[str, l
 
 def _times_us(chain: Chain, tokens: int, texts: Mapping[str, str]) -> dict[str, list[float]]:
     runs = [sample_operands(chain, tokens, "cuda")]
-    weights = [count is not None for _, count in chain.program.inputs for _ in range(1 if count is None else count)]
+    weights = are_weights(chain.program)
     for _ in range(0 if tokens >= _MANY else _CALLS - 1):
         runs.append([t if weight else t.clone() for t, weight in zip(runs[0], weights, strict=True)])
+    return interleaved_us(runs, texts)
+
+
+def interleaved_us(
+    runs: list[list[torch.Tensor]], texts: Mapping[str, str], rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Microseconds a call of each program of `texts` on these operands of one T each, one value a round."""
     graphs = {way: _captured(runs, text) for way, text in texts.items()}
     names = list(graphs)
     samples: dict[str, list[float]] = {name: [] for name in names}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             begin.record()

@@ -23,6 +23,7 @@ from moe_compiler.device import describe
 from moe_compiler.edge_gain import table_digest
 from moe_compiler.options import Options
 from moe_compiler.recompute import keep_choices
+from moe_compiler.tuning.tile_table import tiles_digest
 
 __all__ = ["JOINT", "POST_GRAD", "ReportStore", "is_backward", "joint_pass", "post_grad_pass", "source_hash"]
 
@@ -47,7 +48,7 @@ def source_hash() -> str:
 def device_key() -> str:
     """What a plan depends on of this machine: versions, the device, and what was predicted and measured for it."""
     known = {key: value for key, value in describe().items() if key != "cpu_threads"}
-    return json.dumps({**known, "measured": table_digest()}, sort_keys=True)
+    return json.dumps({**known, "measured": table_digest(), "tiles": tiles_digest()}, sort_keys=True)
 
 
 def is_backward(graph: Graph) -> bool:

@@ -25,6 +25,7 @@ from moe_compiler.report import ChainRecord, EdgeRecord, LaunchRecord, MemoryRec
 from moe_compiler.runtime_kernels.chain.memory import lifetimes
 from moe_compiler.runtime_kernels.chain.program import Buffer, Launch, Program, Variant
 from moe_compiler.runtime_kernels.registry import kernel
+from moe_compiler.runtime_kernels.tiles import Tile, parse_tile
 
 __all__ = [
     "Beside",
@@ -400,7 +401,8 @@ def to_record(
                 pdl=launch.pdl,
                 predicted_us=None if known is None else known.launch_us[index],
                 stream=stream,
-                cost=cost_text(launch.kernel, sizes) if costs_known(launch.kernel) else {},
+                cost=cost_text(launch.kernel, sizes, _tiles(launch)) if costs_known(launch.kernel) else {},
+                tiles={f"T <= {t}" if t is not None else "any T": tile or "own" for t, tile in launch.tiles},
             )
             for index, launch in enumerate(variant.launches)
         )
@@ -412,6 +414,10 @@ def to_record(
         taken = (memory or {}).get(variant.name)
         shown.append(VariantRecord(variant.name, variant.max_tokens, launches, shown_edges, tokens, taken))
     return ChainRecord(name=chain.program.name, direction=chain.direction, variants=tuple(shown))
+
+
+def _tiles(launch: Launch) -> tuple[tuple[int | None, Tile | None], ...]:
+    return tuple((limit, None if text is None else parse_tile(text)) for limit, text in launch.tiles)
 
 
 def _edge_record(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,12 @@ NOT_OPTIONS = ("MOEPDL_CACHE_DIR", "MOEPDL_VERBOSE", "MOEPDL_VENV")
 TRUE_TEXTS = ("1", "true", "on", "yes")
 FALSE_TEXTS = ("0", "false", "off", "no")
 # Valid values to suggest where the user's resembles none.
-_EXAMPLES: dict[str, Any] = {"require_match": True, "dump": "out", "inductor": {"max_autotune": True}}
+_EXAMPLES: dict[str, Any] = {
+    "require_match": True,
+    "dump": "out",
+    "inductor": {"max_autotune": True},
+    "tiles": "tiles.json",
+}
 
 
 def _told(doc: str, allowed: str, *, choices: tuple[Any, ...] = (), in_key: bool = True) -> dict[str, Any]:
@@ -95,10 +101,20 @@ class Options:
     )
     tune: str = _words(
         "cached",
-        'measured gains of programmatic edges: "cached" reads the table of this device and never measures, "full" '
-        'measures what is missing, "off" goes by predictions alone',
+        'tiles of kernels and gains of programmatic edges: "cached" takes what was measured on this device and never '
+        'measures, "full" measures what is missing, "off" goes by shipped tables and predictions alone',
         "full",
         "off",
+    )
+    tune_budget_s: int | float = _option(
+        60, 'seconds that tune="full" may search for the tiles of one block', "a number > 0", in_key=False
+    )
+    tiles: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=_told(
+            "tiles of kernels, by block, as `moepdl tune` prints them; they count before tuned ones",
+            "a dict, or the path of a file that `moepdl tune` wrote (in the environment: a path or JSON)",
+        ),
     )
     dryrun: bool = _option(
         False,
@@ -133,12 +149,14 @@ class Options:
         values = {key: getattr(self, key) for key in keys()}
         values["disable"] = list(self.disable)
         values["inductor"] = dict(self.inductor)
+        values["tiles"] = _plain_tiles(self.tiles)
         return values
 
     def cache_key(self) -> str:
         """Stable text of every option that can change generated code; a part of the key of compiled results."""
         values = {key: _stable(getattr(self, key)) for key, spec in _specs().items() if spec.metadata["in_key"]}
         values["disable"] = sorted(self.disable)
+        values["tiles"] = _plain_tiles(self.tiles)
         return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     def changed(self) -> dict[str, Any]:
@@ -147,6 +165,15 @@ class Options:
         """
         defaults = Options().to_dict()
         return {key: value for key, value in self.to_dict().items() if value != defaults[key]}
+
+
+def _plain_tiles(tiles: Mapping[str, Any]) -> dict[str, Any]:
+    """Tiles as texts. Without any, which is usual, nothing is imported: what reads tiles imports torch."""
+    if not tiles:
+        return {}
+    from moe_compiler.tuning.tuned_tiles import plain
+
+    return plain(tiles)
 
 
 def _specs() -> dict[str, dataclasses.Field[Any]]:
@@ -297,6 +324,35 @@ def _check_disable(key: str, value: Any, source: str, known_names: Collection[st
     return tuple(names)
 
 
+def _check_budget(key: str, value: Any, source: str, _: Collection[str]) -> int | float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return value
+    raise _bad(key, value, source)
+
+
+def _check_tiles(key: str, value: Any, source: str, _: Collection[str]) -> dict[str, Any]:
+    """The blocks of a dict, or of a file that has a table of them; what a file says now is what counts."""
+    if value == {}:
+        return {}
+    from moe_compiler.tuning.tile_table import read_tiles
+    from moe_compiler.tuning.tuned_tiles import blocks_of
+
+    try:
+        if isinstance(value, (str, Path)) and str(value):
+            return read_tiles(Path(os.path.expanduser(str(value))))
+        return blocks_of(value)
+    except OSError as error:
+        raise OptionError(
+            f"{source}: {value} cannot be read",
+            why=str(error.strerror or error),
+            try_="the path of a file that `moepdl tune --out FILE` wrote",
+        ) from error
+    except ValueError as error:
+        raise OptionError(
+            f"{source} is not allowed", why=str(error), try_="what `moepdl tune` prints, or the path of its file"
+        ) from error
+
+
 def _check_dump(key: str, value: Any, source: str, _: Collection[str]) -> str | None:
     if value is None or (isinstance(value, (str, Path)) and str(value)):
         return None if value is None else os.path.expanduser(str(value))
@@ -340,6 +396,8 @@ def _check_mode(key: str, value: Any, source: str, _: Collection[str]) -> str | 
 _CHECKS: dict[str, Callable[[str, Any, str, Collection[str]], Any]] = {
     "chunks": _check_chunks,
     "require_match": _check_require_match,
+    "tune_budget_s": _check_budget,
+    "tiles": _check_tiles,
     "disable": _check_disable,
     "dump": _check_dump,
     "inductor": _check_inductor,
@@ -376,7 +434,26 @@ def _parse_json(text: str) -> Any:
         ) from None
 
 
+def _parse_budget(text: str) -> str | int | float:
+    """A number where the text is one, else the text: the check then says what is allowed."""
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip()
+
+
+def _parse_tiles(text: str) -> Any:
+    if not text.strip().startswith("{"):
+        return text.strip()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _bad("tiles", text, PREFIX + "TILES", why=f"not JSON: {error.msg} at column {error.colno}") from None
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
+    "tune_budget_s": _parse_budget,
+    "tiles": _parse_tiles,
     "chunks": _parse_number,
     "require_match": _parse_require_match,
     "disable": _parse_names,

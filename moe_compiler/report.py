@@ -69,6 +69,7 @@ class Report:
     environment:    versions, device, capability: text or numbers by name
     predictions:    where predicted times come from, e.g. "NVIDIA H200, shipped"; empty without any
     measured:       where the measured gains of edges come from, e.g. "measured on NVIDIA H200", or why there are none
+    tiles:          where the kernels' tiles come from, e.g. "tuned on NVIDIA H200", or why they are the shipped ones
     pdl_off:        why no launch is programmatic; empty when PDL is in use or there is no chain
     schedule:       the chains, forward first
     fragments:      where Dynamo broke the frame: what is in pieces is no block, and counts as none
@@ -97,6 +98,7 @@ class Report:
     pdl_off: str = ""
     predictions: str = ""
     measured: str = ""
+    tiles: str = ""
     dump_folder: str | None = None
     repro: str = ""
 
@@ -124,6 +126,7 @@ class Report:
             pdl_off=next((report.pdl_off for report in reports if report.pdl_off), ""),
             predictions=next((report.predictions for report in reports if report.predictions), ""),
             measured=next((report.measured for report in reports if report.measured), ""),
+            tiles=next((report.tiles for report in reports if report.tiles), ""),
             dump_folder=next((report.dump_folder for report in reports if report.dump_folder), None),
         )
         for report in reports:

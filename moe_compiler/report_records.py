@@ -157,7 +157,8 @@ class PassRecord:
 @dataclass(frozen=True)
 class LaunchRecord:
     """One kernel launch of a chain. `reads`, `writes` and `weights` name inputs and buffers; `weights` may be read
-    before the wait. `cost` has the text of its `bytes`, `flops` and `grid` in T, as far as they are known.
+    before the wait. `cost` has the text of its `bytes`, `flops` and `grid` in T, as far as they are known. `tiles`: by
+    range of T ("T <= 12", "any T"), where they were tuned or given; "own" where the kernel chooses.
     """
 
     kernel: str
@@ -170,6 +171,7 @@ class LaunchRecord:
     predicted_us: float | None = None
     stream: int = 0
     cost: dict[str, str] = field(default_factory=dict)
+    tiles: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ A chain is a convex group of stages that feed each other: nothing outside of it 
 launch is a plain one, so everything that ran before the chain (an optimiser step, a weight load, a cast of weights)
 has ended when the second starts. Every later launch whose kernel waits before it touches data may carry the PDL
 attribute. "on" keeps every edge that is provable, "auto" those of them that gain on this device, as measured or, where
-they were not, as predicted, and "off" is the same chain without the attribute.
+they were not, as predicted, and "off" is the same chain without the attribute. Before that the launches get the tiles
+that are known for the block, if any.
 
 A chain with a branch beside it (a shared expert) may get a second stream, `moe_compiler.beside` decides that.
 
@@ -33,6 +34,7 @@ from moe_compiler.launch import to_record as chain_record
 from moe_compiler.memory import in_chunks, memory_records
 from moe_compiler.moe_ir import Level, op_name
 from moe_compiler.passes.expand_stages import BLOCK
+from moe_compiler.tuning.tune_chain import tiled_chain
 from moe_compiler.verify import check_chain
 
 __all__ = ["chain_pdl"]
@@ -175,6 +177,7 @@ def chain_pdl(graph: Graph, context: Context) -> int:
     context.report.dags.append(to_record(shown, direction, time_us, found))
     for chain, (_, decision) in zip(chains, beside, strict=True):
         chain = replace(chain, beside=decision.beside)
+        chain, tiles = tiled_chain(chain, context.options)
         off = _why_off(context, chain)
         auto = context.options.pdl == "auto"
         measured = gains(chain, tokens_by_variant(chain), context.options.tune)
@@ -190,6 +193,8 @@ def chain_pdl(graph: Graph, context: Context) -> int:
         context.report.predictions = next((each.source for each in forecasts.values()), "")
         if not context.report.measured or measured.by_variant == {}:
             context.report.measured = measured.source  # of several chains one that was not measured has to be told
+        if not context.report.tiles or tiles.startswith("not tuned"):
+            context.report.tiles = tiles  # of several chains one that was not tuned has to be told
         # On a CPU a loop over the experts has memory of its own, which its program does not tell.
         counted = chain.device == "cuda" or context.options.memory == "low"
         memory = memory_records(chain.program, tokens_by_variant(chain), whole) if counted else {}

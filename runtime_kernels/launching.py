@@ -46,6 +46,10 @@ _record: list[Start] | None = None
 _trace: Trace | None = None
 
 
+class RefusedKernelWarning(UserWarning):
+    """A kernel whose compiled code breaks a rule of programmatic launch, and is launched plainly."""
+
+
 class UnsupportedDtypeError(NotImplementedError):
     """A data type that the device kernels do not compute in; the message names it and those that they do."""
 
@@ -320,10 +324,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tile_for(kernel: str, rows: Tensor, starts: Tensor) -> Tile:
-    """The tile of a kernel that works on `rows`, one a pair, of the experts that `starts` [E+1] divides them among."""
+def tile_for(kernel: str, rows: Tensor, starts: Tensor, sizes: tuple[int, int]) -> Tile:
+    """The tile of a kernel that works on `rows`, one a pair, of the experts that `starts` [E+1] divides them among.
+
+    sizes: of its matrices, see `choose_tile`.
+    """
     mean_rows = -(-rows.shape[0] // (starts.shape[0] - 1))
-    return choose_tile(kernel, rows.dtype, mean_rows, capability(rows.device))
+    return choose_tile(kernel, rows.dtype, mean_rows, capability(rows.device), sizes)
 
 
 def start(
@@ -406,10 +413,10 @@ def _compile(
     return kernel.warmup(*operands, *numbers, **constants, PDL=pdl, grid=(1, 1, 1), **options)
 
 
-def compile_recorded(start: Start) -> None:
+def compile_recorded(start: Start) -> Any:
     """Compile what `recording` collected for the current device, so that a later launch finds it in triton's cache.
 
-    What is launched programmatically is audited too, and the verdict kept beside it.
+    What is launched programmatically is audited too, and the verdict kept beside it. The compiled handle.
     """
     handle = _compile(
         start.kernel,
@@ -436,6 +443,7 @@ def _waits_as_it_must(handle: Any) -> bool:
         warnings.warn(
             f"{found.kernel} is launched without PDL: its compiled code breaks a rule of programmatic launch "
             f"({'; '.join(found.problems)}). This is a fault of the kernel or of triton {triton.__version__}",
+            RefusedKernelWarning,
             stacklevel=4,
         )
     return found.ok

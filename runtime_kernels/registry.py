@@ -9,7 +9,8 @@ Where the code lives: kernel `NAME` of folder `F` has its reference in `F/refere
 
     reference(**ins, **attrs) -> Tensor | tuple     allocates; one result a name in `traits.writes`, in that order;
                                                     a list-valued write is a list of tensors
-    launch(outs, ins, attrs, *, pdl) -> None        writes into the given buffers on the current stream
+    launch(outs, ins, attrs, *, pdl) -> None        writes into the given buffers on the current stream; with
+                                                    `traits.tiled` also tile=None, the tile to take
 
 `ins` holds every name of `traits.reads` (None for an optional operand that is absent; a list for expert weights).
 `outs` may lack an optional write (see `Traits.optional_writes`): it is then not computed. `attrs` are the keyword
@@ -47,6 +48,7 @@ class Traits:
     by_token         parameters (read or written) whose row t belongs to token t alone: they can be cut by tokens
     shared           those of `reads` besides the weights which all tokens share, whatever their number
     lists            parameters (read or written) which are lists of tensors
+    tiled            whether a launch takes `tile`, how it divides its work (see `tiles.Tile`)
     waits, triggers  whether the kernel, launched with the PDL attribute, executes griddepcontrol.wait and
                      griddepcontrol.launch_dependents
     min_arch         smallest CUDA compute capability (major * 10 + minor) that the kernel supports; None: CPU only
@@ -63,6 +65,7 @@ class Traits:
     lists: tuple[str, ...] = ()
     by_token: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ _KERNELS = _table(
             weights=("router", "router_bias"),
             optional_reads=("router_bias",),
             by_token=("x", "logits"),
+            tiled=True,
         ),
     ),
     # (logits [T,E], bias [E], expert_scale [E]) -> weights [T,k], ids [T,k] int64
@@ -151,6 +155,7 @@ _KERNELS = _table(
             optional_writes=("preact",),
             lists=("gate", "up", "gate_bias", "up_bias"),
             by_token=("x", "weights"),
+            tiled=True,
         ),
     ),
     # -> act [S,I] in PAIR order, without a sort;  attrs: activation, gated
@@ -164,6 +169,7 @@ _KERNELS = _table(
             optional_reads=("weights", "gate_bias", "up_bias"),
             lists=("gate", "up", "gate_bias", "up_bias"),
             by_token=("x", "weights", "ids"),
+            tiled=True,
         ),
     ),
     # -> pairs [S,H] in pair order, rows of ids out of range are zero
@@ -176,6 +182,7 @@ _KERNELS = _table(
             weights=("down", "down_bias"),
             optional_reads=("down_bias",),
             lists=("down", "down_bias"),
+            tiled=True,
         ),
     ),
     # act in pair order -> y [T,H], summed over k in the kernel;  attrs: dtype
@@ -189,13 +196,20 @@ _KERNELS = _table(
             optional_reads=("weights", "down_bias"),
             lists=("down", "down_bias"),
             by_token=("ids", "weights", "y"),
+            tiled=True,
         ),
     ),
     # -> y [T,H];  attrs: k, dtype
     Kernel(
         "combine",
         "combine",
-        Traits(reads=("pairs", "weights"), writes=("y",), optional_reads=("weights",), by_token=("weights", "y")),
+        Traits(
+            reads=("pairs", "weights"),
+            writes=("y",),
+            optional_reads=("weights",),
+            by_token=("weights", "y"),
+            tiled=True,
+        ),
     ),
     # -> grad_preact [S,N], act [S,I] (times w), grad_weights [T,k] fp32 (optional);  attrs: k, activation, gated
     Kernel(
@@ -209,6 +223,7 @@ _KERNELS = _table(
             optional_writes=("act", "grad_weights"),
             lists=("down", "down_bias"),
             by_token=("grad_y", "weights", "grad_weights"),
+            tiled=True,
         ),
     ),
     # `down` gives the layout only: its data is not read.  -> grad_down like down;  attrs: k
@@ -221,6 +236,7 @@ _KERNELS = _table(
             weights=("down",),
             lists=("down", "grad_down"),
             by_token=("grad_y",),
+            tiled=True,
         ),
     ),
     # `gate`, `up` give the layout only.  -> grad_gate like gate, grad_up like up;  attrs: k, gated
@@ -234,6 +250,7 @@ _KERNELS = _table(
             optional_reads=("weights",),
             lists=("gate", "up", "grad_gate", "grad_up"),
             by_token=("x", "weights"),
+            tiled=True,
         ),
     ),
     # `down_bias` gives the layout only.  -> grad_down_bias like down_bias (rows times w where given);  attrs: k
@@ -271,6 +288,7 @@ _KERNELS = _table(
             writes=("pairs",),
             weights=("gate", "up"),
             lists=("gate", "up"),
+            tiled=True,
         ),
     ),
     # -> grad_weights [T,k] fp32, <x[t], pairs[p]>;  attrs: k
@@ -332,6 +350,11 @@ def kernel(name: str) -> Kernel:
         return _KERNELS[name]
     except KeyError:
         raise UnknownKernelError(f"no kernel is called {name!r}; known kernels: {', '.join(names())}") from None
+
+
+def tiled() -> tuple[str, ...]:
+    """The names of the kernels whose launches take a tile, sorted."""
+    return tuple(name for name in names() if _KERNELS[name].traits.tiled)
 
 
 def names() -> tuple[str, ...]:

@@ -1,20 +1,48 @@
 """How kernels divide their work: the tile that each takes for a data type, a number of rows an expert, and a device.
 
 The tables are data, free of triton, so that the compiler can count programs without a device. They were found on an
-H200 by benchmarks/kernels_h200.py --sweep.
+H200 by benchmarks/kernels_h200.py --sweep, at sizes that every tile divides. An H100 has the same capability and takes
+the same tiles. For other sizes `fitted` changes a tile by rules, and tuning (moe_compiler/tuning) finds one of its own.
+
+A tile has a text, "64x128x64 w4 s3 g8 swap tma halves r128", in programs of chains, tables of tuned tiles and options.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["HOPPER_MULTIPROCESSORS", "TABLES", "Tile", "TileTable", "choose_tile", "slots", "specialised_fits"]
+__all__ = [
+    "HOPPER_MULTIPROCESSORS",
+    "TABLES",
+    "Tile",
+    "TileError",
+    "TileTable",
+    "check_tile",
+    "choose_tile",
+    "fitted",
+    "parse_tile",
+    "slots",
+    "specialised_fits",
+]
 
 HOPPER_MULTIPROCESSORS = 132
 # Experts whose rows the kernels with specialised warps keep in registers, the group of none among them.
 _SPECIALISED_EXPERTS = 512
+# Kernels with specialised warps, whose rows are fixed; kernels of a row a program; those that sum over one size only.
+_SPECIALISED, _SPECIALISED_ROWS = ("down", "grad_pairs"), 128
+_SINGLE_ROWS = ("gate_up_few", "down_few", "combine")
+_FLAGS = ("swap", "tma", "halves", "specialised")
+_NUMBERS = {"w": "warps", "s": "stages", "g": "group", "r": "registers"}
+_SIZES = re.compile(r"(\d+)x(\d+)x(\d+)")
+_ELSE = ", else "
+
+
+class TileError(ValueError):
+    """A text that is no tile, or a tile that a kernel cannot take; the message says which part is wrong."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +71,14 @@ class Tile:
     halves: bool = False
     registers: int | None = None
     instead: Tile | None = None
+
+    def __str__(self) -> str:
+        """The text that `parse_tile` reads."""
+        words = [f"{self.rows}x{self.cols}x{self.depth}", f"w{self.warps}", f"s{self.stages}"]
+        words += [f"g{self.group}"] if self.group != 1 else []
+        words += [flag for flag in _FLAGS[:3] if getattr(self, flag)]
+        words += [f"r{self.registers}"] if self.registers is not None else []
+        return " ".join(words) if self.instead is None else f"{' '.join([*words, 'specialised'])}{_ELSE}{self.instead}"
 
 
 @dataclass(frozen=True)
@@ -138,15 +174,119 @@ TABLES: dict[str, TileTable] = {
 }
 
 
-def choose_tile(kernel: str, dtype: torch.dtype, mean_rows: int, capability: int) -> Tile:
+# The sizes that a tile's sides run over, by kernel, with the symbols of moe_compiler/cost: what the products sum over,
+# what the columns cover, and for the gradients of weights what the rows cover.
+DEPTHS = {"gate_up": "H", "down": "I", "grad_act": "H", "grad_pairs": "N", "router_logits": "H"}
+COLUMNS = {"gate_up": "I", "down": "H", "grad_act": "I", "grad_pairs": "H", "router_logits": "E"}
+SIDES = {"grad_down": ("H", "I"), "grad_gate_up": ("H", "N")}
+# What a narrower tile must save before it is taken: estimates are no better.
+_CLEARLY = 0.95
+_LEAST_DEPTH, _LEAST_SIDE, _LEAST_SWAPPED = 32, 32, 64
+_MOST_STAGES = 8
+
+
+def choose_tile(kernel: str, dtype: torch.dtype, mean_rows: int, capability: int, sizes: tuple[int, int]) -> Tile:
     """The tile of a kernel for `mean_rows` rows an expert on a device of this compute capability (major * 10 + minor).
 
+    sizes: (what the products sum over, columns), for the gradients of weights (token side, ordered side) of a matrix.
     Raises KeyError for a kernel that has no table.
     """
     for limit, tile in TABLES[kernel].ranges(dtype, capability):
         if limit is None or mean_rows <= limit:
-            return tile
+            return fitted(kernel, tile, sizes)
     raise AssertionError(f"the tiles of {kernel} end before {mean_rows} rows an expert")
+
+
+def fitted(kernel: str, tile: Tile, sizes: tuple[int, int]) -> Tile:
+    """The tile for matrices of these sizes (see `choose_tile`).
+
+    Depth: the tensor memory accelerator takes whole steps only, so a step that does not divide the sum is halved until
+    it does, and the stages are doubled: as many bytes are in flight. Sides: a tile that hangs over the end of a matrix
+    computes columns that are not there, and a narrower one reads its other operand more often; the cheaper is taken.
+    """
+    if kernel in SIDES:
+        rows = _narrowed(sizes[0], tile.rows, tile.cols, _LEAST_SIDE)
+        return replace(tile, rows=rows, cols=_narrowed(sizes[1], tile.cols, rows, _LEAST_SIDE))
+    if not tile.tma:
+        return tile
+    if tile.instead is not None:
+        return replace(tile, instead=fitted(kernel, tile.instead, sizes))
+    summed, columns = sizes
+    depth = tile.depth
+    while summed % depth and depth > _LEAST_DEPTH:
+        depth //= 2
+    if summed % depth == 0 and depth < tile.depth:
+        stages = min(_MOST_STAGES, tile.stages * tile.depth // depth)
+        tile = replace(tile, depth=depth, stages=max(stages, tile.stages))
+    parts = 2 if kernel == "gate_up" else 1
+    least = _LEAST_SWAPPED if tile.swap else _LEAST_SIDE
+    return replace(tile, cols=_narrowed(columns, tile.cols, tile.rows / parts, least))
+
+
+def _narrowed(size: int, side: int, other: float, least: int) -> int:
+    """The side of a tile over `size`, or half of it and so on, where that clearly moves fewer bytes; other: its rows.
+
+    A product of two tiles of a step reads both: (side + other) for side * other results, of which some are not there.
+    """
+
+    def cost(own: int) -> float:
+        return -(-size // own) * own * (1 / own + 1 / other)
+
+    while side // 2 >= least and cost(side // 2) < _CLEARLY * cost(side):
+        side //= 2
+    return side
+
+
+def parse_tile(text: str) -> Tile:
+    """The tile of a text. Raises TileError."""
+    own, _, other = text.partition(_ELSE)
+    first, *words = own.split() or [""]
+    matched = _SIZES.fullmatch(first)
+    if matched is None:
+        raise TileError(f"tile {text!r}: it begins with {first!r}, not with ROWSxCOLSxDEPTH, e.g. 64x128x64")
+    values: dict[str, int | bool] = dict(zip(("rows", "cols", "depth"), map(int, matched.groups()), strict=True))
+    for word in words:
+        key = _NUMBERS.get(word[:1]) if word[1:].isdecimal() else word if word in _FLAGS else None
+        if key is None:
+            known = ", ".join([*(f"{letter}<{name}>" for letter, name in _NUMBERS.items()), *_FLAGS])
+            raise TileError(f"tile {text!r}: {word!r} is not one of {known}")
+        if key in values:
+            raise TileError(f"tile {text!r}: {word!r} says {key} a second time")
+        values[key] = int(word[1:]) if word[1:].isdecimal() else True
+    specialised = bool(values.pop("specialised", False))
+    if specialised != bool(other):
+        raise TileError(f"tile {text!r}: `specialised` and `{_ELSE.strip(', ')} TILE` come together")
+    tile = Tile(**values, instead=parse_tile(other) if specialised else None)  # type: ignore[arg-type]
+    _check_numbers(tile, text)
+    return tile
+
+
+def _check_numbers(tile: Tile, text: str) -> None:
+    for name in ("rows", "cols", "depth", "warps"):
+        value, most = getattr(tile, name), 16 if name == "warps" else 8192
+        if not 1 <= value <= most or value & (value - 1):
+            raise TileError(f"tile {text!r}: {name} is {value}, not a power of two up to {most}")
+    for name, least, most in (("stages", 1, 16), ("group", 1, 64), ("registers", 24, 255)):
+        value = getattr(tile, name)
+        if value is not None and not least <= value <= most:
+            raise TileError(f"tile {text!r}: {name} is {value}, not a number from {least} to {most}")
+
+
+def check_tile(kernel: str, tile: Tile, tiled: Collection[str]) -> None:
+    """Raise TileError unless a kernel can take a tile: for its form, not for its size. tiled: kernels that have one."""
+    if kernel not in tiled:
+        raise TileError(f"kernel {kernel} has no tile; those that have one: {', '.join(sorted(tiled))}")
+    if kernel in _SINGLE_ROWS:
+        if tile.rows != 1:
+            raise TileError(f"{kernel} takes tiles of one row, not {tile}")
+    elif min(tile.rows, tile.cols, tile.depth) < 16:
+        raise TileError(f"{kernel} takes tiles of at least 16x16x16, not {tile}")
+    if tile.instead is not None:
+        if kernel not in _SPECIALISED:
+            raise TileError(f"{kernel} has no form with specialised warps; {', '.join(_SPECIALISED)} have")
+        if tile.rows != _SPECIALISED_ROWS:
+            raise TileError(f"{kernel} with specialised warps takes {_SPECIALISED_ROWS} rows, not {tile.rows}")
+        check_tile(kernel, tile.instead, tiled)
 
 
 def slots(pairs: int, experts: int, rows: int) -> int:

@@ -115,7 +115,8 @@ def _launch(
     """Make the launches of a variant for one chunk; what they leave is in its values."""
     values = chunk.values
     # With no tokens some launches are skipped, so a launch's predecessor is not the planned one.
-    pdl_allowed = program.tokens(chunk.sizes) != 0
+    tokens = program.tokens(chunk.sizes)
+    pdl_allowed = tokens != 0
     for launch in variant.launches:
         outs: dict[str, Value] = {}
         work = False
@@ -130,7 +131,7 @@ def _launch(
         if work:
             ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
             try:
-                launch.kernel.launch(outs, ins, launch.attrs, pdl=launch.pdl and pdl_allowed)
+                launch.kernel.launch(outs, ins, launch.attrs, pdl=launch.pdl and pdl_allowed, **launch.options(tokens))
             except Exception as error:
                 raise KernelLaunchError(program.name, variant.name, launch.kernel.name, error) from error
         if binder is not None:

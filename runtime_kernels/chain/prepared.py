@@ -27,6 +27,7 @@ from moe_compiler.runtime_kernels.chain.program import (
 )
 from moe_compiler.runtime_kernels.chain.shapes import compile_shape
 from moe_compiler.runtime_kernels.registry import Kernel, kernel
+from moe_compiler.runtime_kernels.tiles import Tile, parse_tile
 
 # A server sees as many numbers of tokens as its batches have; an entry takes some kilobytes.
 _BOUND_LIMIT = 1024
@@ -61,6 +62,14 @@ class PreparedLaunch:
     attrs: dict[str, Any]
     pdl: bool
     dead: tuple[str, ...]
+    tiles: tuple[tuple[int | None, Tile | None], ...] = ()
+
+    def options(self, tokens: int | None) -> dict[str, Any]:
+        """What the launch takes besides: the tile for T tokens, where the program names one."""
+        for limit, tile in self.tiles:
+            if limit is None or (tokens is not None and tokens <= limit):
+                return {} if tile is None else {"tile": tile}
+        return {}
 
 
 @dataclass(frozen=True)
@@ -165,12 +174,11 @@ class PreparedProgram:
 
     def variant(self, sizes: Sequence[int]) -> PreparedVariant:
         """The variant for the symbols' values."""
-        if self._tokens is not None:
-            tokens = sizes[self._tokens]
-            for limit, variant in self._limits:
-                if limit is None or tokens <= limit:
-                    return variant
-        return self._limits[-1][1]
+        return self._limits[-1][1] if self._tokens is None else self.variant_of(sizes[self._tokens])
+
+    def variant_of(self, tokens: int) -> PreparedVariant:
+        """The variant for T tokens."""
+        return next(variant for limit, variant in self._limits if limit is None or tokens <= limit)
 
     def chunks(
         self,
@@ -232,7 +240,8 @@ def _launch(launch: Launch, buffers: dict[str, PreparedBuffer], dead: tuple[str,
     attrs = {key: dtype_named(value) if key.endswith("dtype") else value for key, value in launch.attrs.items()}
     ins = tuple((name, launch.ins.get(name)) for name in entry.traits.reads)
     outs = tuple((name, buffers[launch.outs[name]]) for name in entry.traits.writes if name in launch.outs)
-    return PreparedLaunch(entry, ins, outs, attrs, launch.pdl, dead)
+    tiles = tuple((limit, None if text is None else parse_tile(text)) for limit, text in launch.tiles)
+    return PreparedLaunch(entry, ins, outs, attrs, launch.pdl, dead, tiles)
 
 
 @lru_cache(maxsize=1024)

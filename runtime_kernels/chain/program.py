@@ -6,7 +6,7 @@ needs: nothing refers to a registry of the process that compiled it.
     Program   inputs, symbols bound to input dimensions, outputs, and one Variant a range of T
     Variant   buffers and launches; the first variant with T <= max_tokens is taken (None: any T), T = symbols["T"]
     Buffer    shape and dtype, or `like` an input (a list of tensors when that input is a list)
-    Launch    a kernel of the registry, its operands by name, its attributes
+    Launch    a kernel of the registry, its operands by name, its attributes, tiles for ranges of T
     Chunks    where a variant has it, its launches are made for some of the tokens at a time, see `chunks`
 
 A program is checked when it is turned into text and when it is parsed; every fault is a ProgramError that names the
@@ -26,7 +26,8 @@ import torch
 
 from moe_compiler.runtime_kernels.chain.chunks import CHUNK_UNIT, cut_inputs, why_whole
 from moe_compiler.runtime_kernels.chain.shapes import ShapeExpressionError, canonical
-from moe_compiler.runtime_kernels.registry import UnknownKernelError, kernel
+from moe_compiler.runtime_kernels.registry import UnknownKernelError, kernel, tiled
+from moe_compiler.runtime_kernels.tiles import TileError, check_tile, parse_tile
 
 Attribute = bool | int | float | str | tuple["Attribute", ...]
 
@@ -53,7 +54,8 @@ class Launch:
     """One kernel launch. `ins` and `outs` map the kernel's parameters to inputs and buffers (None: absent operand).
 
     `attrs` are the kernel's attributes; a data type is written as its name ("float32") under a key that ends in
-    "dtype". `pdl`: launch with the programmatic dependent launch attribute.
+    "dtype". `pdl`: launch with the programmatic dependent launch attribute. `tiles`: (largest T, tile as `tiles` writes
+    it) by growing T, the last for any T (None); a tile of None, and no tiles at all, leave the choice to the kernel.
     """
 
     kernel: str
@@ -61,6 +63,7 @@ class Launch:
     outs: Mapping[str, str]
     attrs: Mapping[str, Attribute] = field(default_factory=dict)
     pdl: bool = False
+    tiles: tuple[tuple[int | None, str | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def _from_text(text: str) -> Program:
                             outs=launch["outs"],
                             attrs={key: _tupled(value) for key, value in launch["attrs"].items()},
                             pdl=launch["pdl"],
+                            tiles=tuple((limit, tile) for limit, tile in launch.get("tiles", ())),
                         )
                         for launch in v["launches"]
                     ),
@@ -171,6 +175,7 @@ def _plain(program: Program) -> dict[str, Any]:
             "outs": dict(item.outs),
             "attrs": dict(item.attrs),
             "pdl": item.pdl,
+            **({"tiles": [list(pair) for pair in item.tiles]} if item.tiles else {}),
         }
 
     def variant(v: Variant) -> dict[str, Any]:
@@ -322,6 +327,22 @@ def _check_launch(
                 dtype_named(value)
             except ProgramError as error:
                 raise ProgramError(f"{where}: attribute {key!r}: {error}") from None
+    _check_tiles(launch, where)
+
+
+def _check_tiles(launch: Launch, where: str) -> None:
+    limits = [limit for limit, _ in launch.tiles]
+    bounds = [limit for limit in limits[:-1] if type(limit) is int]
+    whole = len(bounds) == len(limits[:-1]) and limits[-1:] in ([], [None])
+    if not whole or any(a >= b for a, b in pairwise([0, *bounds])):
+        raise ProgramError(f"{where}: the limits of its tiles must grow from 1, and only the last is None: {limits}")
+    for _, text in launch.tiles:
+        if text is None:
+            continue
+        try:
+            check_tile(launch.kernel, parse_tile(text), tiled())
+        except TileError as error:
+            raise ProgramError(f"{where}: {error}") from None
 
 
 def _check_names(given: Mapping[str, Any], names: tuple[str, ...], optional: tuple[str, ...], where: str) -> None:

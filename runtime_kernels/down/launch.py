@@ -140,7 +140,7 @@ def down(
 ) -> None:
     """pairs [S,H] in pair order from act [S,I] in sorted row order, perm, starts, down; rows of no expert are zero."""
     pairs, starts = outs["pairs"], ins["starts"]
-    tile = tile or tile_for("down", pairs, starts)
+    tile = tile or tile_for("down", pairs, starts, (ins["act"].shape[1], pairs.shape[1]))
     parts = [(ins["down"], matrix(ins["down"], "down"))]
     bias = vector(ins.get("down_bias"), "down_bias")
     scatter_product(pairs, ins["act"], ins["perm"], starts, parts, True, tile, pdl, bias)

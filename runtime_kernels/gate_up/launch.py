@@ -59,8 +59,8 @@ def gate_up(
     gate, up, shift = split_up(gate_list, up_list, gated)
     pairs, size = act.shape
     experts, k = ins["starts"].shape[0] - 1, attrs["k"]
-    tile = tile or tile_for("gate_up", act, ins["starts"])
     hidden = x.shape[1]
+    tile = tile or tile_for("gate_up", act, ins["starts"], (hidden, size))
     weights = None if ins["weights"] is None else ins["weights"].contiguous()
     gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
     boxes, box_rows = _boxes(gate_list, up_list, gate, up, hidden, tile)

@@ -41,7 +41,7 @@ def grad_act(
     pairs, width = grad_preact.shape
     size = width // 2 if attrs["gated"] else width
     experts, hidden = starts.shape[0] - 1, grad_y.shape[1]
-    tile = tile or tile_for("grad_act", grad_preact, starts)
+    tile = tile or tile_for("grad_act", grad_preact, starts, (hidden, size))
     columns = -(-size // tile.cols)
     bias = NO_BIAS if grad_weights is None else vector(ins.get("down_bias"), "down_bias")
     parts = columns if bias.operand is None else columns + 1

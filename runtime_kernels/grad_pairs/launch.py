@@ -19,5 +19,6 @@ def grad_pairs(
     parts = [(ins["gate"], gate)]
     if attrs["gated"] and not shift:
         parts.append((ins["up"], up))
-    tile = tile or tile_for("grad_pairs", pairs, starts)
+    depth = ins["grad_preact"].shape[1] // len(parts)
+    tile = tile or tile_for("grad_pairs", pairs, starts, (depth, pairs.shape[1]))
     scatter_product(pairs, ins["grad_preact"], ins["perm"], starts, parts, False, tile, pdl)

@@ -79,9 +79,9 @@ def grad_down(
 ) -> None:
     """grad_down like down from grad_y [T,H] of any float dtype and act [S,I] in sorted row order."""
     act, grads = ins["act"], outs["grad_down"]
-    tile = tile or tile_for("grad_down", act, ins["starts"])
-    part = matrix(grads, "grad_down", written=True)
     sizes = (grads[0].shape[-2], grads[0].shape[-1])
+    tile = tile or tile_for("grad_down", act, ins["starts"], sizes)
+    part = matrix(grads, "grad_down", written=True)
     _grad([part], sizes, ins["grad_y"], None, act, ins, attrs["k"], True, 0, tile, pdl)
 
 
@@ -90,8 +90,8 @@ def grad_gate_up(
 ) -> None:
     """grad_gate like gate, grad_up like up (an empty list if up is) from x [T,H] and grad_preact [S,N]."""
     grad_preact, grads, grads_up = ins["grad_preact"], outs["grad_gate"], outs.get("grad_up")
-    tile = tile or tile_for("grad_gate_up", grad_preact, ins["starts"])
     sizes = (grads[0].shape[-2], grads[0].shape[-1])
+    tile = tile or tile_for("grad_gate_up", grad_preact, ins["starts"], (sizes[1], sizes[0]))
     gate = matrix(grads, "grad_gate", written=True)
     common = (ins["x"], ins["weights"], grad_preact, ins, attrs["k"], False)
     if not grads_up:

@@ -45,7 +45,7 @@ def router_logits(
         programs = tokens * -(-experts // columns)
         start(router_logits_few_kernel, programs, operands, (), constants, pdl=pdl, warps=2, stages=1)
         return
-    tile = tile or choose_tile("router_logits", x.dtype, tokens, capability(x.device))
+    tile = tile or choose_tile("router_logits", x.dtype, tokens, capability(x.device), (hidden, experts))
     constants |= {"PRECISION": precision(x.dtype), "BM": tile.rows, "BN": tile.cols, "BK": tile.depth}
     programs = -(-tokens // tile.rows) * -(-experts // tile.cols)
     start(router_logits_kernel, programs, operands, (tokens,), constants, pdl=pdl, warps=tile.warps, stages=tile.stages)

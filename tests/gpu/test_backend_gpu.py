@@ -92,7 +92,7 @@ def test_gains_are_measured_kept_and_decide(tokens, tmp_path, monkeypatch):
     x = torch.randn(1, tokens, 32, device="cuda", dtype=torch.bfloat16)
     numbers = torch.cuda.get_rng_state()
     with torch.no_grad():
-        report = explain(block, x, options={"tune": "full"})
+        report = explain(block, x, options={"tune": "full", "tune_budget_s": 5})
         assert torch.equal(numbers, torch.cuda.get_rng_state())
         assert report.measured == f"measured on {torch.cuda.get_device_name()}"
         (chain,) = report.schedule

@@ -51,7 +51,7 @@ def test_experts_that_are_stored_differently_are_left_alone_in_training_too():
     ],
 )
 def test_why_left_alone(kind, dtype, triton, capability, reason, monkeypatch):
-    monkeypatch.setattr(device, "_triton_version", lambda: triton)
+    monkeypatch.setattr(device, "triton_version", lambda: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     found = device.why_left_alone(kind, dtype)
     assert reason in found and bool(found) == bool(reason)
@@ -68,14 +68,14 @@ def test_why_left_alone(kind, dtype, triton, capability, reason, monkeypatch):
     ],
 )
 def test_why_no_pdl(kind, triton, capability, reason, monkeypatch):
-    monkeypatch.setattr(device, "_triton_version", lambda: triton)
+    monkeypatch.setattr(device, "triton_version", lambda: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     found = device.why_no_pdl(kind)
     assert reason in found and bool(found) == bool(reason)
 
 
 def test_a_pair_of_versions_that_was_not_tested_is_named(monkeypatch):
-    monkeypatch.setattr(device, "_triton_version", lambda: "2.0.0")
+    monkeypatch.setattr(device, "triton_version", lambda: "2.0.0")
     assert "with triton 2.0 is not among the tested pairs" in device.untested_versions()
     own = ".".join(torch.__version__.split(".")[:2])
     monkeypatch.setattr(device, "TESTED", ((own, "2.0"),))

@@ -38,6 +38,8 @@ def test_defaults():
         "numerics": "strict",
         "memory": "normal",
         "tune": "cached",
+        "tune_budget_s": 60,
+        "tiles": {},
         "dryrun": False,
         "on_error": "raise",
         "dump": None,

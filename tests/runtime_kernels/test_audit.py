@@ -35,7 +35,7 @@ from moe_compiler.runtime_kernels.tiles import TABLES  # noqa: E402
 from moe_compiler.runtime_kernels.warp_roles import roles_of  # noqa: E402
 from tests.runtime_kernels.machine_code import LOADS, NAMES, code  # noqa: E402
 from tests.runtime_kernels.recorded import DEVICE_KERNELS, ROUTE, TOKENS, record  # noqa: E402
-from tests.runtime_kernels.variants import Variant, variants  # noqa: E402
+from tests.runtime_kernels.variants import Variant, fitted_tiles, variants  # noqa: E402
 
 VARIANTS = tuple(variants())
 
@@ -126,7 +126,11 @@ def test_no_kernel_and_no_tile_is_forgotten() -> None:
     for name, table in TABLES.items():
         tiles = {*(tile for _, tile in table.few), table.many, *(tile for _, tile in table.single)}
         tiles |= {tile for _, tile in table.hopper}
-        assert tiles == {variant.tile for variant in VARIANTS if variant.kernel == name and variant.tile is not None}
+        mine = [variant for variant in VARIANTS if variant.kernel == name and variant.tile is not None]
+        assert tiles == {variant.tile for variant in mine if variant.epilogue != "fitted"}
+        assert len(fitted_tiles(name)) == len([variant for variant in mine if variant.epilogue == "fitted"])
+    # A step of 64 and one of 32 for each tile with weights on the copy engine, and narrow ones of all but the router.
+    assert all(len(fitted_tiles(name)) >= 3 for name in TABLES if name != "router_logits")
 
 
 def test_without_pdl_there_is_neither_wait_nor_attribute() -> None:

@@ -2,8 +2,9 @@
 
 They come from the tables that the launches themselves use: the kernels of the registry, the tiles of `TABLES` for a
 data type on a device of compute capability 9.0 or later, the data types, the activations that are known, and the
-layouts of weights. Each tile of each kernel comes with each data type that it is for and each layout; each epilogue
-comes with the tile that the kernel takes by itself. What is new in a table is a new variant.
+layouts of weights. Each tile of each kernel comes with each data type that it is for and each layout; what the tiles
+become for other sizes comes in one data type and layout; each epilogue comes with the tile that the kernel takes by
+itself. What is new in a table is a new variant.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from moe_compiler.runtime_kernels.activations import ACTIVATIONS
 from moe_compiler.runtime_kernels.launching import DTYPES, Start
 from moe_compiler.runtime_kernels.registry import kernel
-from moe_compiler.runtime_kernels.tiles import TABLES, Tile
+from moe_compiler.runtime_kernels.tiles import TABLES, Tile, fitted
 from tests.runtime_kernels.recorded import DEVICE_KERNELS, operands, record_on
 
 LAYOUTS: dict[str, dict[str, bool]] = {
@@ -73,7 +74,17 @@ def variants() -> Iterator[Variant]:
                 tiles = {tile for _, tile in table.ranges(dtype, 90)} if table is not None else {None}
                 for tile in sorted(tiles, key=str):
                     yield Variant(name, dtype, layout, tile)
+        for tile in fitted_tiles(name):
+            yield Variant(name, tile=tile, epilogue="fitted")
         yield from _epilogues(name)
+
+
+def fitted_tiles(name: str) -> list[Tile]:
+    """What a kernel's tiles become for sizes that a step of 64 or 32 divides only, or with few columns."""
+    table = TABLES.get(name)
+    known = {tile for _, tile in table.ranges(torch.bfloat16, 90)} if table is not None else set()
+    found = {fitted(name, tile, sizes) for tile in known for sizes in ((320, 256), (96, 256), (256, 64))}
+    return sorted(found - known, key=str)
 
 
 def _epilogues(name: str) -> Iterator[Variant]:
