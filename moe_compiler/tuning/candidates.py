@@ -77,7 +77,7 @@ class Work:
     @property
     def parts(self) -> int:
         """Matrices that share the rows of a tile: gate and up."""
-        return 2 if self.kernel == "gate_up" and self.sizes["N"] == 2 * self.sizes["I"] else 1
+        return 2 if self.kernel.startswith("gate_up") and self.sizes["N"] == 2 * self.sizes["I"] else 1
 
     @property
     def hit(self) -> float:
@@ -219,7 +219,9 @@ def _sums(work: Work, limits: Limits) -> Iterator[Tile]:
 def shared_bytes(work: Work, tile: Tile) -> int:
     """At most so many bytes of shared memory a program takes: its stages, with barriers and what the ends need."""
     if tile.rows == 1:
-        return 0
+        # A loop that is unrolled keeps its loads in registers.
+        ahead = 0 if work.kernel == "combine" else tile.stages - 1
+        return ahead * (work.parts * tile.cols + 1) * tile.depth * 2 + 256
     one = (tile.rows + work.parts * tile.cols) * tile.depth * 2
     # With specialised warps results go through shared memory, a part of a tile at a time.
     return one * tile.stages + (_ENDS if tile.instead is not None else 256)
@@ -229,8 +231,8 @@ def fits(work: Work, tile: Tile, limits: Limits) -> bool:
     """Whether a program of this tile can run: shared memory, registers of its results, what the code takes."""
     if tile.rows == 1:
         # A thread's running sums are fp32: gate and up have one each.
-        held = tile.cols * tile.depth * (2 if work.kernel == "gate_up_few" else 1) / (32 * tile.warps)
-        return work.kernel == "combine" or held <= _REGISTERS
+        held = work.parts * tile.cols * tile.depth / (32 * tile.warps)
+        return work.kernel == "combine" or (held <= _REGISTERS and shared_bytes(work, tile) <= limits.shared)
     if shared_bytes(work, tile) > limits.shared:
         return False
     if tile.instead is not None:
@@ -323,7 +325,7 @@ def _estimate_streaming(work: Work, tile: Tile, limits: Limits) -> float:
     else:
         first = work.kernel == "gate_up_few"
         inner, across = (sizes["H"], sizes["I"]) if first else (sizes["I"], sizes["H"])
-        parts = 2 if first and sizes["N"] == 2 * sizes["I"] else 1
+        parts = work.parts
         programs = (work.pairs if first else work.tokens) * -(-across // tile.cols)
         moved = work.pairs * parts * inner * across * 2.0
         ahead = (

@@ -198,7 +198,7 @@ def test_a_larger_sample_of_candidates_compiles_within_what_was_reckoned(kernel,
         work, answer = Work(kernel, SIZES.named, tokens, True), compile_tile(job(kernel, tile, tokens))
         assert answer.problem == "", tile
         # The ends of a small tile may take more than its stages do.
-        assert answer.shared <= max(shared_bytes(work, tile), 65536), tile
+        assert answer.shared <= max(shared_bytes(work, tile), 65536 if tile.rows > 1 else 0), tile
 
 
 def test_a_tile_that_takes_too_much_shared_memory_is_a_problem_that_says_so():
