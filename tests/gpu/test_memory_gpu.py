@@ -80,7 +80,10 @@ def test_small_chunks_agree_with_the_whole(tokens, monkeypatch):
     for _ in range(3):
         torch.cuda.empty_cache()
         got = torch.ops.moepdl.chain(operands, text)[0]
-        assert (got - whole).float().norm() <= 6e-3 * whole.float().norm()
+        error = (got - whole).float().norm(dim=1) / whole.float().norm(dim=1)
+        # Another tile of the router may round a logit another way, and then a token takes another expert.
+        assert (error > 2e-2).sum() <= tokens // 500
+        assert error[error <= 2e-2].square().mean().sqrt() <= 6e-3
 
 
 def test_chunks_in_a_captured_graph():
