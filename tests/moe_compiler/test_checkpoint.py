@@ -122,12 +122,14 @@ def test_a_decoder_with_transformers_own_checkpointing():
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     tokens = torch.randint(0, 128, (2, 16))
     ours = torch.compile(model, backend=moepdl, options={"remainder": "eager"})
-    before = len(last_reports())
+    before = last_reports()
     loss, eager = (m(input_ids=tokens, labels=tokens, use_cache=False).loss for m in (ours, model))
     torch.testing.assert_close(loss, eager)
     parameters = list(model.parameters())
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), torch.autograd.grad(eager, parameters))
-    assert sum(len(report.matches) for report in last_reports()[before:]) == 2
+    # Only so many reports are kept: in a long run their number does not tell which ones are new.
+    new = [report for report in last_reports() if not any(report is known for known in before)]
+    assert sum(len(report.matches) for report in new) == 2
 
 
 def test_the_start_of_a_router_is_not_recomputed(tmp_path):
