@@ -60,12 +60,10 @@ _NAMES = {
 
 
 # What an audit demands may change with these files.
-_SOURCE = hashlib.sha256(
-    b"".join(
-        Path(__file__).with_name(f"{name}.py").read_bytes()
-        for name in ("audit", "accesses", "sass", "sass_effects", "warp_roles")
-    )
-).hexdigest()[:12]
+_PARTS = ("audit", "accesses", "origins", "sass", "sass_effects", "warp_roles")
+_SOURCE = hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _PARTS)).hexdigest()[
+    :12
+]
 _audited: dict[str, AuditResult] = {}
 
 

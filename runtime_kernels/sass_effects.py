@@ -76,10 +76,17 @@ _LOST = {
 _SUMS = frozenset(["IADD", "IADD3", "IADD32I", "UIADD3", "VIADD", "UVIADD"])
 _MOVES = frozenset(["MOV", "UMOV", "R2UR", "SEL", "USEL", "SHFL"])
 
+# Operands are taken from other threads of the warp.
+_ACROSS = frozenset(["SHFL", "MOVM", "REDUX", "CREDUX"])
+
 _REGISTER = re.compile(r"^[-~!|]*(?P<bank>U?R)(?P<number>\d+)\b")
 _CONSTANT = re.compile(r"^[-~|]*c\[0x0\]\[0x([0-9a-f]+)\]")
 _PREDICATE = re.compile(r"^!?U?P[0-9RT]$|^B\d+$")
 _VOTE = re.compile(r"^VOTEU\.ANY (UP\d), (P\d)$")
+# One predicate is put into a register while it is used for something else, and taken back: by its bit of them all.
+_KEPT = re.compile(r"^P2R (R\d+), PR, RZ, 0x([0-9a-f]+)$")
+_BACK = re.compile(r"^ISETP\.NE(?:\.U32)?\.AND (P\d), PT, (R\d+)(?:\.reuse)?, RZ, PT$")
+_BITS = tuple(1 << n for n in range(7))
 _CHANGES = re.compile(r"^U?P\d$")
 _IMMEDIATE = re.compile(r"^-?0x[0-9a-f]+$")
 _PAIR = re.compile(r"\b(U?R)(\d+)\.64\b")
@@ -98,14 +105,14 @@ class Flow:
     sources   registers, cells, and words of constant bank 0 by their offset
     step      what is added to the only source, or None where it is more than a sum with a constant
     loaded    it is what the instruction's access reads, too
-    adds      what was there before may still be (memory, of which only a part is written)
+    across    the sources may be registers of another thread of the warp, which need not have what this one has
     """
 
     target: str
     sources: tuple[str | int, ...] = ()
     step: int | None = None
     loaded: bool = False
-    adds: bool = False
+    across: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,20 +133,26 @@ class Effect:
 
     predicates   those that it may change, "P0" or "UP0"
     any_of       (a predicate of the warp, a predicate): the first becomes whether any of its threads has the second
+    same         (a register, a predicate) or the other way round: the first becomes what the second is. A register
+                 stands for a predicate that holds if and only if it is not zero.
     """
 
     flows: tuple[Flow, ...] = ()
     access: Access | None = None
     predicates: frozenset[str] = frozenset()
     any_of: tuple[str, str] | None = None
+    same: tuple[str, str] | None = None
 
 
 def effect(instruction: Instruction) -> Effect:
     """What an instruction does. Raises UnknownInstructionError."""
-    found = _effect(instruction)
-    vote = _VOTE.match(str(instruction))
+    found, text = _effect(instruction), str(instruction)
+    vote, kept, back = _VOTE.match(text), _KEPT.match(text), _BACK.match(text)
     any_of = (vote[1], vote[2]) if vote is not None else None
-    return Effect(found.flows, found.access, _changed(instruction), any_of)
+    same = (back[1], back[2]) if back is not None else None
+    if kept is not None and (bit := int(kept[2], 16)) in _BITS:
+        same = (kept[1], f"P{_BITS.index(bit)}")
+    return Effect(found.flows, found.access, _changed(instruction), any_of, same)
 
 
 def _changed(instruction: Instruction) -> frozenset[str]:
@@ -177,7 +190,7 @@ def _effect(instruction: Instruction) -> Effect:
     if memory and kind in _WRITES:
         return Effect((), Access(("write",), _pairs(instruction.operands[memory[0]])))
     if len(memory) > 1 and kind == "LDGSTS":
-        copied = Flow(SHARED, loaded=True, adds=True)
+        copied = Flow(SHARED, loaded=True)
         return Effect((copied,), Access(("read",), _pairs(instruction.operands[memory[1]])))
     if len(memory) > 1 and kind in _TILES:
         descriptor = _words(instruction.operands[memory[1]].strip("[]"), 2)
@@ -196,15 +209,15 @@ def _local(instruction: Instruction, memory: Sequence[int]) -> tuple[Flow, ...] 
     stored = tuple(t for operand in operands[1:] for t in _words(operand, size)) if operands else ()
     if kind in ("LDS", "LDSM", "ATOMS") and memory:
         loaded = tuple(Flow(target, (SHARED,)) for target in _result(instruction, size))
-        return (*loaded, Flow(SHARED, stored, adds=True)) if kind == "ATOMS" else loaded
+        return (*loaded, Flow(SHARED, stored)) if kind == "ATOMS" else loaded
     if kind in ("STS", "STSM", "STAS", "UGETNEXTWORKID"):
-        return (Flow(SHARED, stored, adds=True),)
+        return (Flow(SHARED, stored),)
     if kind == "UTCCP":
-        return (Flow(TENSOR, (SHARED,), adds=True),)
+        return (Flow(TENSOR, (SHARED,)),)
     if kind == "LDTM":
         return tuple(Flow(target, (TENSOR,)) for target in _result(instruction, size))
     if kind == "STTM":
-        return (Flow(TENSOR, stored, adds=True),)
+        return (Flow(TENSOR, stored),)
     if kind in ("LDL", "STL") and memory:
         place = _STACK.match(operands[memory[0]])
         if place is None:
@@ -268,10 +281,10 @@ def _carried(instruction: Instruction) -> tuple[Flow, ...]:
     # Sums, moves and choices of 64 bits work word by word; the carry is no address.
     width = 2 if "64" in modifiers and kind not in ("SHF", "USHF", "SHFL", "POPC", "FLO") else 1
     step = _step(instruction, operands[1:])
-    flows = []
+    across, flows = kind in _ACROSS, []
     for n, target in enumerate(_words(operands[0], width) if operands else ()):
         sources = tuple(s for operand in operands[1:] for s in _sources(operand, width)[n : n + 1])
-        flows.append(Flow(target, sources, step if n == 0 or step is None else 0))
+        flows.append(Flow(target, sources, step if n == 0 or step is None else 0, across=across))
     return tuple(flows)
 
 

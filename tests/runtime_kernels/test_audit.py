@@ -7,9 +7,11 @@ and for Blackwell (sm_100), each kernel as it is launched by default in every ru
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -413,3 +415,15 @@ def test_an_audit_is_remembered_beside_the_compiled_kernel(monkeypatch: pytest.M
     audit_module._audited.clear()  # as a new process
     assert audit_module.audited(compiled) == first
     assert made == [compiled]
+
+
+def test_a_remembered_audit_is_of_all_the_code_that_decides_it() -> None:
+    """What the parts of an audit import is a part, too, but for what launches and declarations look like."""
+    folder, imported = Path(audit_module.__file__).parent, set()
+    for name in audit_module._PARTS:
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module.startswith(f"{runtime_kernels.__name__}."):
+                imported.add(module.removeprefix(f"{runtime_kernels.__name__}."))
+    assert "origins" in imported
+    assert imported - {"launching", "registry"} <= {*audit_module._PARTS}

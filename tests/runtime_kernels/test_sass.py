@@ -158,6 +158,28 @@ def test_the_predicates_that_an_instruction_writes(text, predicates):
     assert effect(instruction(0, text)).predicates == predicates
 
 
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("P2R R30, PR, RZ, 0x1", ("R30", "P0")),
+        ("P2R R30, PR, RZ, 0x40", ("R30", "P6")),
+        ("P2R R30, PR, RZ, 0x6", None),
+        ("P2R R30, PR, RZ, 0x80", None),
+        ("P2R.B1 R30, PR, R30, 0x8", None),
+        ("@P1 P2R R30, PR, RZ, 0x8", None),
+        ("ISETP.NE.AND P3, PT, R30, RZ, PT", ("P3", "R30")),
+        ("ISETP.NE.U32.AND P3, PT, R30.reuse, RZ, PT", ("P3", "R30")),
+        ("ISETP.NE.AND P3, P4, R30, RZ, PT", None),
+        ("ISETP.NE.OR P3, PT, R30, RZ, PT", None),
+        ("ISETP.NE.AND P3, PT, R30, RZ, P1", None),
+        ("ISETP.NE.AND.EX P3, PT, R30, RZ, PT, P1", None),
+        ("@!P1 ISETP.NE.AND P3, PT, R30, RZ, PT", None),
+    ],
+)
+def test_a_predicate_that_is_kept_in_a_register(text, same):
+    assert effect(instruction(0, text)).same == same
+
+
 @pytest.mark.parametrize("text", ["WHATEVER R0, R1", "IMAD.WIDE R0, R1", "LDL R0, [R4]", "STG.E R2, R4"])
 def test_an_unknown_instruction_is_refused(text):
     with pytest.raises(UnknownInstructionError, match="known"):

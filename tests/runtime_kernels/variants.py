@@ -28,6 +28,8 @@ LAYOUTS: dict[str, dict[str, bool]] = {
     "apart": {"apart": True},
     "list apart": {"listed": True, "apart": True},
 }
+# Compute capabilities that have tiles of their own: Hopper, and what comes after it.
+ON = (90, 100)
 # Sizes that every tile divides, so that it takes the path that it was chosen for.
 _SIZE = 256
 
@@ -71,7 +73,7 @@ def variants() -> Iterator[Variant]:
         for dtype in DTYPES:
             for layout in LAYOUTS if weighed(name) else ("packed",):
                 table = TABLES.get(name)
-                tiles = {tile for _, tile in table.ranges(dtype, 90)} if table is not None else {None}
+                tiles = {tile for on in ON for _, tile in table.ranges(dtype, on)} if table is not None else {None}
                 for tile in sorted(tiles, key=str):
                     yield Variant(name, dtype, layout, tile)
         for tile in fitted_tiles(name):
