@@ -8,7 +8,7 @@
     moepdl report DUMP -o report.html           a dump as .html, .json, .txt, .dot or .mmd
     moepdl diff DUMP [pass]                     what each pass changed
     moepdl calibrate                            measure this GPU, so that predicted times are its own (a minute)
-    moepdl tune --shape 128x8x2048x768          find the fastest tiles of this GPU for a block, and keep them
+    moepdl tune --shape qwen3                   find the fastest tiles of this GPU for a block, and keep them
     moepdl env                                  versions, device, and whether kernels can be chained programmatically
 
 Every command takes `--json`. Exit codes: 0 done, 1 failed, 2 called wrongly. An error says what, why and what to try;
@@ -134,7 +134,10 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the table here, not where it is used")
     tune = command("tune", _tune, "find the fastest tiles of this GPU for a block of given sizes, and keep them")
     tune.add_argument(
-        "--shape", required=True, metavar="ExKxHxI", help="experts, top-k, hidden and intermediate size: 128x8x2048x768"
+        "--shape",
+        required=True,
+        metavar="SHAPE",
+        help="a shape of `moepdl bench block`, or its sizes as E,k,H,I: 128,8,2048,768",
     )
     tune.add_argument(
         "--tokens", type=int, nargs="+", metavar="T", help="numbers of tokens; by default 1 4 16 64 256 1024 4096"
@@ -442,7 +445,7 @@ def _tune(options: argparse.Namespace) -> int:
     import torch
 
     from moe_compiler.progress import Progress
-    from moe_compiler.tuning.command import parse_shape, record, report_lines, tune_shape
+    from moe_compiler.tuning.command import record, report_lines, sizes_of, tune_shape
     from moe_compiler.tuning.compile_pool import CompilePool
     from moe_compiler.tuning.tile_table import table_path
     from moe_compiler.tuning.tune_block import LADDER
@@ -452,10 +455,7 @@ def _tune(options: argparse.Namespace) -> int:
         raise UsageError(
             "--tokens are numbers from 1 on, and --budget is a time", try_="--tokens 1 64 4096 --budget 60"
         )
-    try:
-        sizes = parse_shape(options.shape, getattr(torch, options.dtype))
-    except ValueError as error:
-        raise UsageError(f"--shape: {error}", try_="--shape 128x8x2048x768") from None
+    sizes = sizes_of(options.shape, getattr(torch, options.dtype))
     try:
         with Progress("tune") as progress, CompilePool(options.workers) as pool:
             found = tune_shape(

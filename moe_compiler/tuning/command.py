@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_compiler.bench.shapes import find_shape
 from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
+from moe_compiler.errors import UsageError
 from moe_compiler.runtime_kernels.chain.program import Program
 from moe_compiler.tuning.compile_pool import CompilePool
 from moe_compiler.tuning.tile_table import table_path, write_row
 from moe_compiler.tuning.tune_block import Tuning, tune_on_device
 from moe_compiler.tuning.tuned_tiles import Stored, block_text, options_text, plain
 
-__all__ = ["Case", "cases_of", "parse_shape", "record", "report_lines", "tune_shape"]
+__all__ = ["Case", "cases_of", "record", "report_lines", "sizes_of", "tune_shape"]
 
 _INPUTS, _FEW_INPUTS, _MANY = 8, 2, 2048
 
@@ -37,15 +39,19 @@ class Case:
     backward: bool
 
 
-def parse_shape(text: str, dtype: torch.dtype = torch.bfloat16) -> BlockSizes:
-    """The sizes of `EXPERTSxKxHIDDENxINTERMEDIATE`. Raises ValueError."""
-    parts = text.lower().split("x")
-    if len(parts) != 4 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{text!r} is not EXPERTSxTOP_KxHIDDENxINTERMEDIATE, e.g. 128x8x2048x768")
-    experts, k, hidden, intermediate = map(int, parts)
-    if k > experts:
-        raise ValueError(f"{text!r} has {k} experts a token of {experts}")
-    return BlockSizes(experts, k, hidden, intermediate, dtype)
+def sizes_of(text: str, dtype: torch.dtype = torch.bfloat16) -> BlockSizes:
+    """The sizes of a shape, a name or `E,k,H,I` (see `bench.shapes`); of its shared expert nothing is tuned.
+
+    Raises UsageError, also for a shape whose chain has other kernels than those of the block that is tuned.
+    """
+    shape = find_shape(text)
+    if shape.biases or shape.transposed or shape.activation != "silu":
+        raise UsageError(
+            f"{text!r} has biases, another activation or weights that are kept transposed",
+            why="the block that is tuned by its sizes alone has SiLU, no biases, and weights as [E, out, in]",
+            try_='torch.compile(model, backend="moepdl", options={"tune": "full"}), which tunes the model\'s own block',
+        )
+    return BlockSizes(shape.experts, shape.k, shape.hidden, shape.intermediate, dtype)
 
 
 def cases_of(sizes: BlockSizes, *, train: bool = False) -> list[Case]:

@@ -11,7 +11,7 @@ from moe_compiler import cli
 from moe_compiler.backend import last_reports, resolve_options
 from moe_compiler.block_program import backward_program, forward_program, inputs_of, weights_of
 from moe_compiler.runtime_kernels.registry import tiled
-from moe_compiler.tuning.command import cases_of, parse_shape, tune_shape
+from moe_compiler.tuning.command import cases_of, sizes_of, tune_shape
 from moe_compiler.tuning.compile_pool import CompilePool
 from moe_compiler.tuning.tile_table import look_up, read_tiles, table_path
 from moe_compiler.tuning.tune_block import limits_of, tasks_of
@@ -21,7 +21,7 @@ from tests.moe_compiler.blocks import assert_accurate, float64_block, qwen3_bloc
 pytestmark = pytest.mark.gpu
 bench = pytest.importorskip("moe_compiler.tuning.bench", reason="triton is not installed")
 
-SIZES = parse_shape("16x2x512x256")
+SIZES = sizes_of("16,2,512,256")
 TOLERANCE = 6e-3
 
 

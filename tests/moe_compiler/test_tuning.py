@@ -12,7 +12,7 @@ import torch
 
 from moe_compiler import cli, device, inductor
 from moe_compiler.block_program import BlockSizes, forward_program
-from moe_compiler.errors import OptionError
+from moe_compiler.errors import OptionError, UsageError
 from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.pipeline import run_passes
@@ -20,7 +20,7 @@ from moe_compiler.runtime_kernels.registry import tiled
 from moe_compiler.runtime_kernels.tiles import parse_tile
 from moe_compiler.tuning import tune_chain
 from moe_compiler.tuning.candidates import HOPPER, Work, candidates
-from moe_compiler.tuning.command import cases_of, parse_shape, record, report_lines
+from moe_compiler.tuning.command import cases_of, record, report_lines, sizes_of
 from moe_compiler.tuning.search import Task, search
 from moe_compiler.tuning.tile_table import look_up, table_path, write_row
 from moe_compiler.tuning.tune_block import LADDER, Tuning, tasks_of, tune_block
@@ -233,19 +233,21 @@ def test_the_ladder_serves_every_number_of_tokens_up_to_its_end():
     assert missing(points, "down", range(1, 2 * LADDER[-1] + 1)) == []
 
 
-@pytest.mark.parametrize("text", ["128x8x2048", "128x8x2048x768x2", "ax8x2048x768", "128x8x2048x0", "4x8x64x64"])
+@pytest.mark.parametrize(
+    "text", ["128,8,2048", "128,8,2048,768,2,2", "a,8,2048,768", "128,8,2048,0", "4,8,64,64", "gpt-oss-20b", "qwen4"]
+)
 def test_a_shape_that_is_none(text):
-    with pytest.raises(ValueError, match=text):
-        parse_shape(text)
+    with pytest.raises(UsageError, match=text):
+        sizes_of(text)
     assert cli.main(["tune", "--shape", text]) == cli.MISUSED
 
 
 def test_there_is_nothing_to_tune_for_without_a_gpu(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert cli.main(["tune", "--shape", "8x2x128x64"]) == cli.FAILED
+    assert cli.main(["tune", "--shape", "8,2,128,64"]) == cli.FAILED
     assert "nothing was tuned: there is no CUDA device to tune for" in capsys.readouterr().err
-    assert cli.main(["tune", "--shape", "8x2x128x64", "--tokens", "0"]) == cli.MISUSED
+    assert cli.main(["tune", "--shape", "8,2,128,64", "--tokens", "0"]) == cli.MISUSED
 
 
 # A compile.
