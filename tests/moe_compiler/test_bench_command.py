@@ -40,6 +40,7 @@ def peers(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_whole_run_with_inductor(tmp_path, capsys):
     arguments = ("--tokens", "4", "1", "--device", "cpu", "--out", tmp_path, "--no-plot", "--reference-tokens", "1")
     code, out, _ = bench(capsys, "--shape", SHAPE, *arguments)
