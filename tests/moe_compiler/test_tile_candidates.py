@@ -167,7 +167,11 @@ def sample(kernel: str, tokens: int, count: int):
 
 
 @pytest.mark.parametrize(
-    "kernel", ["gate_up", "down", "grad_pairs", "grad_act", "grad_down", "combine", "router_logits"]
+    "kernel",
+    [
+        *("gate_up", "combine", "router_logits"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("down", "grad_pairs", "grad_act", "grad_down")),
+    ],
 )
 def test_a_sample_of_candidates_compiles_within_what_was_reckoned(kernel):
     for tokens in (40, 4096):
