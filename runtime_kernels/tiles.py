@@ -32,8 +32,8 @@ __all__ = [
 HOPPER_MULTIPROCESSORS = 132
 # Experts whose rows the kernels with specialised warps keep in registers, the group of none among them.
 _SPECIALISED_EXPERTS = 512
-# Kernels with specialised warps, whose rows are fixed; kernels of a row a program; those that sum over one size only.
-_SPECIALISED, _SPECIALISED_ROWS = ("down", "grad_pairs"), 128
+# Rows of a tile of the kernels with specialised warps; kernels of a row a program.
+_SPECIALISED_ROWS = 128
 _SINGLE_ROWS = ("gate_up_few", "down_few", "combine")
 _FLAGS = ("swap", "tma", "halves", "specialised")
 _NUMBERS = {"w": "warps", "s": "stages", "g": "group", "r": "registers"}
@@ -282,8 +282,9 @@ def check_tile(kernel: str, tile: Tile, tiled: Collection[str]) -> None:
     elif min(tile.rows, tile.cols, tile.depth) < 16:
         raise TileError(f"{kernel} takes tiles of at least 16x16x16, not {tile}")
     if tile.instead is not None:
-        if kernel not in _SPECIALISED:
-            raise TileError(f"{kernel} has no form with specialised warps; {', '.join(_SPECIALISED)} have")
+        specialised = [name for name, table in TABLES.items() if table.hopper]
+        if kernel not in specialised:
+            raise TileError(f"{kernel} has no form with specialised warps; {', '.join(specialised)} have")
         if tile.rows != _SPECIALISED_ROWS:
             raise TileError(f"{kernel} with specialised warps takes {_SPECIALISED_ROWS} rows, not {tile.rows}")
         check_tile(kernel, tile.instead, tiled)

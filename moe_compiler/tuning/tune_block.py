@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_compiler.runtime_kernels.chain.program import Program, Variant
+from moe_compiler.runtime_kernels.chain.program import Program
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.tiles import COLUMNS, DEPTHS, SIDES
 from moe_compiler.tuning.candidates import Limits, Work, candidates
@@ -106,7 +106,7 @@ def tasks_of(
     boxes = _Boxes({stored.name: stored for stored in weights}, limits.capability)
     found: list[Task] = []
     for count in sorted(tokens):
-        variant = _variant_of(program, count)
+        variant = program.variant_for(count)
         for name in dict.fromkeys(launch.kernel for launch in variant.launches):
             if not kernel(name).traits.tiled or not _known(name, sizes):
                 continue
@@ -119,10 +119,6 @@ def tasks_of(
 def _known(name: str, sizes: Mapping[str, int]) -> bool:
     sides = SIDES.get(name) or ((DEPTHS[name], COLUMNS[name]) if name in DEPTHS else ("H", "I", "N"))
     return {"k", "E", "w", *sides} <= sizes.keys()
-
-
-def _variant_of(program: Program, tokens: int) -> Variant:
-    return next(v for v in program.variants if v.max_tokens is None or tokens <= v.max_tokens)
 
 
 def tune_block(
@@ -147,7 +143,7 @@ def tune_block(
     outcomes, stopped = search(tasks, laboratory, until=until, clock=clock, say=say)
     found: dict[str, dict[int, Any]] = {}
     for count in tokens:
-        for launch in _variant_of(program, count).launches:
+        for launch in program.variant_for(count).launches:
             if kernel(launch.kernel).traits.tiled:
                 found.setdefault(launch.kernel, {})[count] = None
     for task, outcome in outcomes.items():

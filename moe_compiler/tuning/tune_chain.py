@@ -131,8 +131,7 @@ def _open(chain: Chain, points: Points, tokens: Sequence[int]) -> list[int]:
     """The numbers of tokens at which a kernel of the chain has no point near."""
     found = []
     for count in tokens:
-        variant = next(v for v in chain.program.variants if v.max_tokens is None or count <= v.max_tokens)
-        names = {launch.kernel for launch in variant.launches} & set(tiled())
+        names = {launch.kernel for launch in chain.program.variant_for(count).launches} & set(tiled())
         if any(missing(points, name, [count]) for name in names):
             found.append(count)
     return found

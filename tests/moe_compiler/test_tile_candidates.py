@@ -155,7 +155,7 @@ def job(kernel: str, tile, tokens: int = 600, shared: int = HOPPER.shared, sizes
     backward = kernel.startswith("grad_")
     program = backward_program(sizes) if backward else forward_program(sizes)
     tensors = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
-    variant = next(v for v in program.variants if v.max_tokens is None or tokens <= v.max_tokens)
+    variant = program.variant_for(tokens)
     index = [launch.kernel for launch in variant.launches].index(kernel)
     layouts = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
     return Job(program.to_text(), (variant.name, index), layouts, str(tile), index > 0, shared, 90)
