@@ -432,6 +432,7 @@ def compile_recorded(start: Start) -> Any:
         from moe_compiler.runtime_kernels.audit import audited
 
         audited(handle)
+    return handle
 
 
 def _waits_as_it_must(handle: Any) -> bool:

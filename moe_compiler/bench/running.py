@@ -61,7 +61,7 @@ def run(request: Request, folder: Path) -> tuple[list[Results], bool]:
     ignore_known_warnings()
     folder.mkdir(parents=True, exist_ok=True)  # where it cannot be made, better now than after minutes
     found: list[Results] = []
-    with Progress("bench") as progress, _ahead(request.device) as ahead:
+    with Progress("bench") as progress, _ahead(request.device) as ahead, timed.own_stream():
         try:
             progress.step("bandwidth and matmul rate")
             speed = device_speed(request.device, dtype, measure=request.measure_floor)

@@ -14,25 +14,53 @@ import torch
 
 from moe_compiler import timing
 
-__all__ = ["captured", "device_us", "host_us", "is_out_of_memory", "no_waiting", "peak_bytes", "rotating"]
+__all__ = ["captured", "device_us", "host_us", "is_out_of_memory", "no_waiting", "own_stream", "peak_bytes", "rotating"]
 
 
 def captured(call: Callable[[Any], object], inputs: Sequence[Any]) -> Callable[[], None]:
-    """The replay of one CUDA graph that holds `call(x)` for each x of inputs, in order."""
+    """The replay of one CUDA graph that holds `call(x)` for each x of inputs, in order.
+
+    It keeps `call` and `inputs`: a graph knows addresses, and does not hold the memory that it reads. Captured on the
+    current stream, or on one of its own where that is the default stream.
+    """
+    current = torch.cuda.current_stream()
+    stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
     for x in inputs:
         call(x)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
         for x in inputs:
             call(x)
-    torch.cuda.current_stream().wait_stream(side)
+    current.wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for x in inputs:
             call(x)
-    return graph.replay
+
+    def replay(kept: object = (call, tuple(inputs))) -> None:
+        graph.replay()
+
+    return replay
+
+
+@contextlib.contextmanager
+def own_stream() -> Iterator[None]:
+    """A stream that is not the default one, current inside; nothing where there is no GPU.
+
+    Autograd accumulates a leaf's gradient on the stream that was current when the leaf was first used. Were that the
+    default stream, a backward pass could not be captured for as long as anybody kept that first use alive.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)
 
 
 @contextlib.contextmanager

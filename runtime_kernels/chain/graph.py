@@ -52,7 +52,8 @@ class LaunchGraph:
                 cuda.check(status, "launch a graph of kernels")
 
     def __del__(self) -> None:
-        with suppress(cuda.DriverError, TypeError):
+        # At the end of the process `cuda` may be gone, and the driver too; then there is nothing left to free.
+        with suppress(Exception):
             cuda.function("cuGraphExecDestroy")(self._executable)
             cuda.function("cuGraphDestroy")(self._graph)
 

@@ -41,11 +41,11 @@ def operands_of(sizes: BlockSizes, tokens: int, backward: bool):
     return tensors, program(sizes).to_text()
 
 
-def poison(value: int = 0xFF) -> None:
-    """Take whatever memory the allocator gives to the current stream, of every size, and fill it (0xFF: with NaN)."""
+def poison() -> None:
+    """Take whatever memory the allocator gives to the current stream, of every size, and fill it with NaN."""
     taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in _SIZES for _ in range(3)]
     for tensor in reversed(taken):
-        tensor.fill_(value)
+        tensor.fill_(0xFF)
 
 
 def beside(tensors, text, branch):
@@ -115,13 +115,13 @@ def joins(edges) -> int:
     return sum(count > 1 for count in Counter(edge.target for edge in edges).values())
 
 
-def rounds_with_poison(tensors, text, count: int, value: int = 0xFF) -> int:
+def rounds_with(branch, tensors, text, count: int) -> int:
     """How many of some rounds without a CUDA graph give other bits than the twin, with the host ahead of the device."""
     twin = [t.clone() for t in ops.chain(tensors, text)]
     wrong = torch.zeros((), dtype=torch.int32, device="cuda")
     for _ in range(count):
         torch.cuda._sleep(_BUSY)
-        mine, _ = beside(tensors, text, lambda: poison(value))
+        mine, _ = beside(tensors, text, branch)
         wrong.add_(torch.stack([(one != theirs).any() for one, theirs in zip(mine, twin, strict=True)]).any())
     torch.cuda.synchronize()
     return int(wrong)
@@ -131,24 +131,37 @@ def rounds_with_poison(tensors, text, count: int, value: int = 0xFF) -> int:
 def test_without_a_graph_no_memory_is_handed_on_before_the_join(case):
     sizes, tokens, backward, _ = case
     tensors, text = operands_of(sizes, tokens, backward)
-    assert rounds_with_poison(tensors, text, 100) == 0
+    assert rounds_with(poison, tensors, text, 100) == 0
 
 
 def test_the_poison_finds_memory_that_is_handed_on_too_early(monkeypatch):
     """The same with the memory in between allocated on the current stream, as it would be without a thought.
 
-    The poison is zero, which is wrong for activations and points nowhere outside as an index.
+    The branch takes memory of just that size again and again for as long as the chain runs. The poison is zero, which
+    is wrong for activations and points nowhere outside as an index.
     """
     tensors, text = operands_of(QWEN3, 64, False)
-    assert rounds_with_poison(tensors, text, 5, value=0) == 0
-    empty, main = torch.empty, torch.cuda.current_stream()
+    empty, main, asked = torch.empty, torch.cuda.current_stream(), set()
 
-    def careless(*args, **kwargs):
+    def branch():
+        for _ in range(40):
+            for size in asked:
+                empty(size, dtype=torch.uint8, device="cuda").zero_()
+
+    def watched(size, **kwargs):
+        if torch.cuda.current_stream() != main and isinstance(size, int):
+            asked.add(size)
+        return empty(size, **kwargs)
+
+    def careless(size, **kwargs):
         with torch.cuda.stream(main):
-            return empty(*args, **kwargs)
+            return empty(size, **kwargs)
 
+    monkeypatch.setattr(bound.torch, "empty", watched)
+    assert rounds_with(branch, tensors, text, 5) == 0
+    assert asked, "the chain has asked for memory in between"
     monkeypatch.setattr(bound.torch, "empty", careless)
-    assert rounds_with_poison(tensors, text, 20, value=0) > 0
+    assert rounds_with(branch, tensors, text, 20) > 0
 
 
 def test_operands_may_be_dropped_while_the_chain_reads_them():

@@ -83,7 +83,7 @@ def test_likely_candidates_of_every_kernel_compute_what_its_own_tile_does(tokens
 
 def test_the_command_prints_a_line_that_can_be_pasted_and_writes_a_file_that_can_be_named(tmp_path, capsys):
     out = tmp_path / "tiles.json"
-    assert cli.main(["tune", "--shape", "8x2x256x128", "--tokens", "64", "--budget", "12", "-o", str(out)]) == cli.DONE
+    assert cli.main(["tune", "--shape", "8,2,256,128", "--tokens", "64", "--budget", "12", "-o", str(out)]) == cli.DONE
     said = capsys.readouterr().out
     (block,) = read_tiles(out)
     assert said.startswith(block) and str(out) in said
