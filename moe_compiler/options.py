@@ -61,11 +61,11 @@ class Options:
         "off",
     )
     overlap: str = _words(
-        "off",
+        "auto",
         "overlap all-to-all exchanges with compute, and chains with what is independent of them, on a second stream; "
         '"on" wherever it is right, "auto" where it is predicted to gain, in CUDA graphs',
-        "auto",
         "on",
+        "off",
     )
     chunks: str | int = _option(
         "auto", "number of token chunks of an overlapped exchange", '"auto" or an int >= 1', choices=("auto",)

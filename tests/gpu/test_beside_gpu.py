@@ -240,7 +240,7 @@ def test_user_streams_and_threads_have_sides_of_their_own():
 def compiled(model, **options):
     torch._dynamo.reset()
     prepare.cache_clear()
-    return torch.compile(model, backend="moepdl", options={"require_match": True, "overlap": "auto", **options})
+    return torch.compile(model, backend="moepdl", options={"require_match": True, **options})
 
 
 def overlapped() -> list[bool]:
@@ -331,7 +331,7 @@ def test_outside_of_a_graph_auto_keeps_one_stream(monkeypatch):
 
 def test_with_dynamic_tokens_the_limit_is_kept_at_each_capture():
     model = shared_expert.model(dtype=torch.bfloat16, sizes=GAINING).cuda()
-    ours = torch.compile(model, backend="moepdl", options={"overlap": "auto"}, dynamic=True)
+    ours = torch.compile(model, backend="moepdl", dynamic=True)
     for tokens in (5, FEW_ROWS, FEW_ROWS + 1, 300):
         x = torch.randn(1, tokens, GAINING[0], device="cuda", dtype=torch.bfloat16)
         edges, out = in_a_graph(ours, x)

@@ -88,8 +88,7 @@ def layers(tokens=4, count=1, shared=True, first=False, device="cuda", dtype=tor
 
 
 def context(phase: str = "forward", **options) -> Context:
-    """Options as they are by default, but for the second stream, which is off."""
-    return Context(resolve_options({"overlap": "auto", **options}), phase, Report(frame="0/0", status="rewritten"))
+    return Context(resolve_options(options), phase, Report(frame="0/0", status="rewritten"))
 
 
 def calls(module: GraphModule) -> list[str]:

@@ -29,7 +29,7 @@ def test_defaults():
     assert options == Options()
     assert options.to_dict() == {
         "pdl": "auto",
-        "overlap": "off",
+        "overlap": "auto",
         "chunks": "auto",
         "disable": [],
         "require_match": False,
@@ -124,7 +124,7 @@ def test_a_slip_in_a_variable_is_an_error_and_a_foreign_variable_is_not():
         (
             {"overlap": False},
             'options["overlap"]=False is not allowed',
-            'allowed: "off", "auto", "on"',
+            'allowed: "auto", "on", "off"',
             'overlap="off"',
         ),
         ({"chunks": 0}, 'options["chunks"]=0 is not allowed', 'allowed: "auto" or an int >= 1', 'chunks="auto"'),
@@ -229,7 +229,7 @@ def test_what_changes_no_code_is_not_in_the_cache_key(options):
     "options",
     [
         {"pdl": "off"},
-        {"overlap": "auto"},
+        {"overlap": "off"},
         {"chunks": 2},
         {"disable": ["find_moe"]},
         {"remainder": "eager"},
