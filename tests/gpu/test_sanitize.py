@@ -8,10 +8,13 @@ import torch
 pytest.importorskip("triton", reason="the device kernels are written in triton, which is not installed")
 
 from moe_compiler.runtime_kernels import launching
+from moe_compiler.runtime_kernels.audit import compile_offline
+from moe_compiler.runtime_kernels.sass import Code, disassemble
 from moe_compiler.runtime_kernels.tiles import TABLES
+from tests.gpu.barriers import handed_over
 from tests.gpu.every_launch import BLOCKS, launches
-from tests.gpu.sanitize import main, read
-from tests.runtime_kernels.recorded import DEVICE_KERNELS
+from tests.gpu.sanitize import explain, main, read
+from tests.runtime_kernels.recorded import DEVICE_KERNELS, operands, record_on
 
 
 def test_every_kernel_is_launched_in_every_tile():
@@ -85,6 +88,46 @@ def test_findings_belong_to_the_launch_before_them():
     assert found.errors == 3 and found.verdict("memcheck") == "3 errors"
     assert len(found.findings["packed: down 128x256x64"]) == 2
     assert found.findings["packed: combine"][0].startswith("Error: Race reported")
+
+
+@pytest.fixture(scope="module")
+def specialised() -> Code:
+    """The machine code of the second matmul with specialised warps."""
+    given = operands(hidden=256, inner=256)
+    (start,) = record_on(given, "down", False, given["x"].dtype, tile=TABLES["down"].hopper[-1][1])
+    return disassemble(compile_offline(start).asm["cubin"])
+
+
+def race(code: Code, read: int, *writes: int) -> str:
+    """What racecheck prints of a race, the accesses by the indices of their instructions."""
+    places = [f"{code.kernel}+0x{code.instructions[index].address:x} in a.py:1" for index in (read, *writes)]
+    said = [f"========= Error: Race reported between Read access at {places[0]}"]
+    return "\n".join([*said, *(f"=========     and Write access at {place} [9 hazards]" for place in places[1:])])
+
+
+def test_the_hand_over_of_roles_is_no_race(specialised: Code):
+    kinds = [found.opcode.partition(".")[0] for found in specialised.instructions]
+    role = next(n for n, found in enumerate(specialised.instructions) if found.opcode == "LDS.U8")
+    told = [n for n, found in enumerate(specialised.instructions) if found.opcode == "STS.64"]
+    assert len(told) == 2, "the roles at the beginning, and the word that there are no more"
+    reported = f"launch: packed: down\n{race(specialised, role, *told)}\n"
+    found = read(reported)
+    assert found.errors == 1
+    explain(found, lambda launch: [specialised] if launch == "packed: down" else [])
+    assert found.errors == 0 and len(found.explained["packed: down"]) == 1
+
+    # The results of a tile go through shared memory behind barriers of 128 threads: those explain nothing here.
+    store, load = kinds.index("STS", kinds.index("LDS") + 1), kinds.index("LDSM")
+    for wrong in (
+        race(specialised, role, store),
+        race(specialised, load, *told),
+        race(specialised, role, role),
+        race(specialised, role, *told).replace(specialised.kernel, "another"),
+    ):
+        assert not handed_over(specialised, wrong)
+    found = read(f"launch: packed: down\n{race(specialised, role, store)}\n")
+    explain(found, lambda launch: [specialised])
+    assert found.errors == 1 and not found.explained
 
 
 def test_a_run_that_was_stopped_says_where():
