@@ -6,18 +6,18 @@ replays, in microseconds. Inputs rotate so that no call finds its activations in
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import moe_compiler.runtime_kernels.register  # noqa: F401 - defines the operators
 from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
+from moe_compiler.runtime_kernels.chain.launcher import run as run_chain
 from moe_compiler.runtime_kernels.chain.prepared import Value, prepare
 
 __all__ = ["Measured", "compile_ahead", "graph_us", "measure_block"]
@@ -114,34 +114,24 @@ def _text(sizes: BlockSizes, backward: bool, pdl: bool = True) -> str:
     return (backward_program if backward else forward_program)(sizes, pdl=pdl).to_text()
 
 
-def _compile(job: tuple[BlockSizes, int, bool, tuple[bool, ...]]) -> None:
-    """Compile what a block launches for T tokens, into triton's cache."""
-    from moe_compiler.runtime_kernels import launching
-    from moe_compiler.runtime_kernels.chain import launcher
-
-    sizes, tokens, backward, ways = job
-    operands = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
-    for pdl in ways:
-        text = _text(sizes, backward, pdl)
-        with launching.recording() as starts:
-            launcher.run(operands, text)
-        for start in starts:
-            launching.compile_recorded(start)
-
-
 def compile_ahead(
     jobs: Sequence[tuple[BlockSizes, int, bool]],
     *,
     workers: int,
     ways: Callable[[BlockSizes], tuple[bool, ...]] = lambda sizes: (False, True),
 ) -> float:
-    """Compile the kernels of these (sizes, T, backward) in worker processes; seconds that it took.
+    """Compile the kernels of these (sizes, T, backward) in worker processes, each once; seconds that it took.
 
     ways: of a block, whether it is launched plainly (False), programmatically (True) or both. Nothing is launched here,
     and no memory of the device is taken but the workers' contexts.
     """
+    from moe_compiler.ahead import Ahead
+
+    def run(sizes: BlockSizes, tokens: int, backward: bool, pdl: bool) -> None:
+        operands = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
+        run_chain(operands, _text(sizes, backward, pdl))
+
     began = time.perf_counter()
-    if workers > 1 and len(jobs) > 1:
-        with ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(_compile, [(*job, ways(job[0])) for job in jobs]))
+    with Ahead(workers).open() as ahead:
+        ahead.compile(partial(run, *job, pdl) for job in jobs for pdl in ways(job[0]))
     return time.perf_counter() - began

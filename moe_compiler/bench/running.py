@@ -83,7 +83,7 @@ def _ahead(kind: str) -> Iterator[Any]:
     if kind != "cuda" or device.why_left_alone(kind, torch.bfloat16):
         yield None
         return
-    from moe_compiler.bench.ahead import Ahead  # needs triton
+    from moe_compiler.ahead import Ahead  # needs triton
 
     with Ahead().open() as ahead:
         ahead.warm()

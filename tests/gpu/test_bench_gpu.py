@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_compiler import cli
-from moe_compiler.bench.ahead import Ahead
+from moe_compiler.ahead import Ahead
 from moe_compiler.bench.block import make_block
 from moe_compiler.bench.floor import Speed
 from moe_compiler.bench.measuring import Plan, first_calls

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="kernels are compiled by triton")
 
-from moe_compiler.bench.ahead import Ahead, Job, job_of, start_of
+from moe_compiler.ahead import Ahead, Job, job_of, start_of
 from moe_compiler.block_program import BlockSizes, forward_program, inputs_of, weights_of
 from moe_compiler.runtime_kernels import launching
 from moe_compiler.runtime_kernels.audit import compile_offline
