@@ -15,7 +15,7 @@ from moe_compiler.plan import Step, variants
 from moe_compiler.runtime_kernels.chain.program import Attribute, Buffer, Program
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["BlockSizes", "backward_program", "forward_program", "inputs_of", "weights_of"]
+__all__ = ["BlockSizes", "backward_program", "forward_program", "inputs_of", "saving_text", "weights_of"]
 
 _ROUTE: dict[str, Attribute] = {
     "score": "softmax",
@@ -164,6 +164,11 @@ def _program(
     return Program(name=name, inputs=inputs, symbols={"T": tokens}, outputs=outputs, variants=marked)
 
 
+def saving_text(sizes: BlockSizes) -> str:
+    """The forward program that makes what the backward program reads, launched plainly."""
+    return forward_program(sizes, save=True, pdl=False).to_text()
+
+
 def weights_of(sizes: BlockSizes, device: str) -> dict[str, list[Tensor]]:
     """gate [E, 2I, H], up (none), down [E, H, I] and router [E, H]; random on a GPU, uninitialised elsewhere."""
 
@@ -195,8 +200,7 @@ def inputs_of(
     pairs = tokens * sizes.k
     if x.is_cuda:
         first = inputs_of(sizes, tokens, weights, device)
-        text = forward_program(sizes, save=True).to_text()
-        _, w, preact, perm, starts = torch.ops.moepdl.chain([x, *first[1:]], text)
+        _, w, preact, perm, starts = torch.ops.moepdl.chain([x, *first[1:]], saving_text(sizes))
     else:
         w, preact = made(tokens, sizes.k), made(pairs, 2 * sizes.intermediate)
         perm, starts = made(pairs, dtype=torch.int32), made(sizes.experts + 1, dtype=torch.int32)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-import moe_compiler.runtime_kernels.register  # noqa: F401 - defines the operators
 from moe_compiler import torch_private
 from moe_compiler.chain_operands import NoSample, are_weights, sample_operands
+from moe_compiler.chain_runs import light_graph
 from moe_compiler.launch import Chain
 
 __all__ = ["interleaved_us", "times_us"]
@@ -77,10 +77,4 @@ def _captured(runs: list[list[torch.Tensor]], text: str) -> torch.cuda.CUDAGraph
                 torch.ops.moepdl.chain(tensors, text)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may allocate while this compile measures.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for tensors in runs:
-            torch.ops.moepdl.chain(tensors, text)
-    graph.replay()
-    return graph
+    return light_graph(lambda: [torch.ops.moepdl.chain(tensors, text) for tensors in runs])

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import moe_compiler.runtime_kernels.register  # noqa: F401 - defines the operators
-from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
+from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, saving_text, weights_of
+from moe_compiler.chain_runs import ChainRuns, light_graph
 from moe_compiler.runtime_kernels.chain.launcher import run as run_chain
-from moe_compiler.runtime_kernels.chain.prepared import Value, prepare
+from moe_compiler.runtime_kernels.chain.prepared import prepare
 
 __all__ = ["Measured", "compile_ahead", "graph_us", "measure_block"]
 
@@ -40,16 +40,7 @@ def graph_us(call: Callable[[int], object], inputs: int, *, replays: int = 12, r
     for i in range(inputs):
         call(i)
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(0)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeat):
-            for i in range(inputs):
-                call(i)
+    graph = light_graph(lambda: [call(i) for _ in range(repeat) for i in range(inputs)])
     times = []
     for turn in range(replays + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -76,38 +67,23 @@ def measure_block(
     launches, chains: what is timed, each launch by itself and the whole.
     """
     count = 1 if backward else 8 if tokens < 2048 else 2
-    prepared = prepare(_text(sizes, backward))
     operands = [inputs_of(sizes, tokens, weights, "cuda", backward=backward) for _ in range(count)]
-    variant = prepared.variant(prepared.bind(operands[0])[1])
-    runs: list[dict[str, Value]] = []
-    for tensors in operands:
-        values, numbers = prepared.bind(tensors)
-        for launch in variant.launches:
-            for _, buffer in launch.outs:
-                values[buffer.name] = buffer.allocate(numbers, values, tensors[0].device)
-        runs.append(values)
-
-    def made(index: int, run: int) -> None:
-        launch, values = variant.launches[index], runs[run]
-        outs = {parameter: values[buffer.name] for parameter, buffer in launch.outs}
-        ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
-        launch.kernel.launch(outs, ins, launch.attrs, pdl=False)
-
-    for run in range(count):
-        for index in range(len(variant.launches)):
-            made(index, run)
+    runs = ChainRuns(_text(sizes, backward, pdl=False), operands)
     times = []
-    for index, launch in enumerate(variant.launches if launches else ()):
-        once = graph_us(lambda run, index=index: made(index, run), count, replays=3)  # type: ignore[misc]
+    for index, launch in enumerate(runs.variant.launches if launches else ()):
+
+        def one(run: int, index: int = index) -> None:
+            runs.launch(index, run)
+
+        once = graph_us(one, count, replays=3)
         repeat = max(1, min(16, int(400 / (once * count + 1))))
-        times.append(
-            (launch.kernel.name, graph_us(lambda run, index=index: made(index, run), count, repeat=repeat))  # type: ignore[misc]
-        )
+        times.append((launch.kernel.name, graph_us(one, count, repeat=repeat)))
     found = {}
     for name, pdl in (("plain", False), ("pdl", True)) if chains else ():
         text = _text(sizes, backward, pdl)
         found[name] = graph_us(lambda run, text=text: torch.ops.moepdl.chain(operands[run], text), count)  # type: ignore[misc]
-    return Measured(tuple(times), found, sum(launch.pdl for launch in variant.launches))
+    programmatic = prepare(_text(sizes, backward)).variant_of(tokens).launches
+    return Measured(tuple(times), found, sum(launch.pdl for launch in programmatic))
 
 
 def _text(sizes: BlockSizes, backward: bool, pdl: bool = True) -> str:
@@ -128,8 +104,10 @@ def compile_ahead(
     from moe_compiler.ahead import Ahead
 
     def run(sizes: BlockSizes, tokens: int, backward: bool, pdl: bool) -> None:
-        operands = inputs_of(sizes, tokens, weights_of(sizes, "cpu"), "cpu", backward=backward)
-        run_chain(operands, _text(sizes, backward, pdl))
+        weights = weights_of(sizes, "cpu")
+        run_chain(inputs_of(sizes, tokens, weights, "cpu", backward=backward), _text(sizes, backward, pdl))
+        if backward:  # `inputs_of` launches it on a GPU
+            run_chain(inputs_of(sizes, tokens, weights, "cpu"), saving_text(sizes))
 
     began = time.perf_counter()
     with Ahead(workers).open() as ahead:

@@ -11,14 +11,15 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import moe_compiler.runtime_kernels.register  # noqa: F401 - defines the operators
-from moe_compiler.runtime_kernels.chain.prepared import Value, flatten, prepare
+from moe_compiler.chain_runs import ChainRuns, light_graph
+from moe_compiler.runtime_kernels.chain.prepared import prepare
 from moe_compiler.runtime_kernels.launching import RefusedKernelWarning
 from moe_compiler.runtime_kernels.tiles import Tile
 from moe_compiler.tuning.compile_pool import CompilePool
@@ -53,47 +54,25 @@ class Bench:
     """The launches of a chain for T tokens, each of which can be made again with another tile."""
 
     def __init__(self, text: str, runs: Sequence[Sequence[Tensor]]) -> None:
-        prepared = prepare(text)
-        self._values: list[dict[str, Value]] = []
-        for tensors in runs:
-            values, sizes = prepared.bind(tensors)
-            self.variant = prepared.variant(sizes)
-            for launch in self.variant.launches:
-                for _, buffer in launch.outs:
-                    values[buffer.name] = buffer.allocate(sizes, values, tensors[0].device)
-            self._values.append(values)
+        self.runs = ChainRuns(text, runs)
         self._expected: dict[int, list[Tensor]] = {}
-        for run in range(len(self._values)):
-            for index in range(len(self.variant.launches)):
-                self.launch(index, run, None)
 
     def index(self, kernel: str) -> int:
         """The first launch of a kernel."""
-        return next(i for i, launch in enumerate(self.variant.launches) if launch.kernel.name == kernel)
-
-    def launch(self, index: int, run: int, tile: Tile | None) -> None:
-        """Make one launch on one of the inputs."""
-        launch, values = self.variant.launches[index], self._values[run]
-        outs = {parameter: values[buffer.name] for parameter, buffer in launch.outs}
-        ins = {parameter: None if name is None else values[name] for parameter, name in launch.ins}
-        options: dict[str, Any] = {} if tile is None else {"tile": tile}
-        launch.kernel.launch(outs, ins, launch.attrs, pdl=launch.pdl, **options)
-
-    def _results(self, index: int) -> list[Tensor]:
-        return flatten([self._values[0][buffer.name] for _, buffer in self.variant.launches[index].outs])
+        return self.runs.index(kernel)
 
     def problem(self, index: int, tile: Tile) -> str:
         """What is wrong with a tile: it cannot be launched, is refused by the audit, or its results differ; else ""."""
-        results = self._results(index)
+        results = self.runs.results(index)
         if index not in self._expected:
             self._poison(results)
-            self.launch(index, 0, None)
+            self.runs.launch(index, 0)
             self._expected[index] = [t.clone() for t in results]
         self._poison(results)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", RefusedKernelWarning)
-                self.launch(index, 0, tile)
+                self.runs.launch(index, 0, tile)
             torch.cuda.synchronize()
         except Exception as error:
             problem = f"cannot be launched: {type(error).__name__}: {error}"
@@ -116,28 +95,18 @@ class Bench:
         if not unique:
             return {}
         once = self._rounds(index, {unique[0]: self._graph(index, unique[0], 1)}, 1, 2)[unique[0]]
-        repeats = max(1, min(_MOST_REPEATS, round(_REPLAY_US / max(once * len(self._values), 1.0))))
+        repeats = max(1, min(_MOST_REPEATS, round(_REPLAY_US / max(once * len(self.runs), 1.0))))
         graphs = {tile: self._graph(index, tile, repeats) for tile in unique}
         return self._rounds(index, graphs, repeats, rounds)
 
     def _graph(self, index: int, tile: Tile | None, repeats: int) -> torch.cuda.CUDAGraph:
-        for run in range(len(self._values)):
-            self.launch(index, run, tile)
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        # What `torch.cuda.graph` does, without its collection of garbage and emptying of caches: hundreds are captured.
-        with torch.cuda.stream(side):
-            # Other threads may allocate while this one measures.
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                for _ in range(repeats):
-                    for run in range(len(self._values)):
-                        self.launch(index, run, tile)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(side)
-        graph.replay()
-        return graph
+        def rounds(count: int) -> None:
+            for _ in range(count):
+                for run in range(len(self.runs)):
+                    self.runs.launch(index, run, tile)
+
+        rounds(1)
+        return light_graph(partial(rounds, repeats))
 
     def _rounds(
         self, index: int, graphs: dict[Tile | None, torch.cuda.CUDAGraph], repeats: int, rounds: int
@@ -155,7 +124,7 @@ class Bench:
         torch.cuda.synchronize()
         found: dict[Tile | None, list[float]] = {tile: [] for tile in names}
         for tile, begin, end in events:
-            found[tile].append(begin.elapsed_time(end) * 1e3 / (repeats * len(self._values)))
+            found[tile].append(begin.elapsed_time(end) * 1e3 / (repeats * len(self.runs)))
         return {tile: median(times) for tile, times in found.items()}
 
 

@@ -123,8 +123,8 @@ def runs(tokens=20, count=3, backward=False, sizes=SIZES):
 
 def test_a_bench_makes_every_launch_with_its_own_tile_first(gpu):
     bench = Bench(forward_program(SIZES).to_text(), runs())
-    assert gpu.launches == [(launch.kernel.name, None) for launch in bench.variant.launches] * 3
-    assert bench.variant.name == "sorted" and bench.index("down") == 4
+    assert gpu.launches == [(launch.kernel.name, None) for launch in bench.runs.variant.launches] * 3
+    assert bench.runs.variant.name == "sorted" and bench.index("down") == 4
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_a_tile_is_checked_against_the_kernels_own(gpu, tile, told, backward, ke
     program = backward_program(SIZES) if backward else forward_program(SIZES)
     bench = Bench(program.to_text(), runs(backward=backward))
     index = bench.index(kernel)
-    before = [t.clone() for t in bench._results(index)]
+    before = [t.clone() for t in bench.runs.results(index)]
     assert bench.problem(index, tile) == told
     # Whatever it did, the results are those of the kernel's own tile again.
-    assert all(torch.equal(a, b) for a, b in zip(before, bench._results(index), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, bench.runs.results(index), strict=True))
 
 
 def test_times_are_those_of_one_launch_and_the_tiles_take_turns(gpu):
