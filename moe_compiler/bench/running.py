@@ -153,7 +153,7 @@ def _notes(request: Request, dtype: torch.dtype, plan: Plan) -> list[str]:
             "graph: one CUDA graph of 8 calls on 8 inputs (2 from T=2048 on, and with backward); time / calls."
         )
     if NOGRAPH in modes:
-        notes.append("nograph: one call on an idle device, the host's time included.")
+        notes.append("nograph: one call on an idle device, the host's time included; a way makes seven calls a turn.")
     notes.append(
         f"Each output, and with backward each gradient, was checked against float64 first: error at most {FACTOR} x "
         f"eager's + {TOLERANCE[dtype]:.0e}. Tokens whose choice of experts is a near tie are left out of the check."

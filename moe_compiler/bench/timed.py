@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,9 +82,13 @@ def rotating(call: Callable[[Any], object], inputs: Sequence[Any]) -> Callable[[
 
 
 def device_us(
-    ways: Mapping[str, Callable[[], object]], *, calls: int = 1, rounds: int = 30, warmup: int = 5
+    ways: Mapping[str, Callable[[], object]], *, calls: int = 1, rounds: int = 30, warmup: int = 5, row: int = 1
 ) -> dict[str, list[float]]:
-    """Microseconds between two events around each way, in turns, divided by `calls`; idle device before each."""
+    """Microseconds between two events around each way, in turns, divided by `calls`; idle device before each.
+
+    row: how often a way is called when it is its turn; the median of those is one value. Where the host's time counts,
+    a call right after another way's finds the CPU's caches full of that one's code, which no loop over a model does.
+    """
     for call in ways.values():
         for _ in range(warmup):
             call()
@@ -93,13 +98,16 @@ def device_us(
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            ways[name]()
-            end.record()
-            torch.cuda.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / calls)
+            times = []
+            for _ in range(row):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                ways[name]()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(start.elapsed_time(end) * 1e3 / calls)
+            samples[name].append(statistics.median(times))
     return samples
 
 
