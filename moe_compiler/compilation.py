@@ -41,6 +41,12 @@ _ONE_GRAPH = (
 _NEEDED = ("find_moe", "raise_moe")
 
 
+# Inductor's generated code checks the sizes and strides of each of its inputs at each call, which Dynamo's guards have
+# just done. With one tensor an expert those are hundreds of calls in a row before the first kernel is launched.
+# options={"inductor": {"size_asserts": True}} brings them back.
+_UNCHECKED = {"size_asserts": False}
+
+
 def _not_captured(error: CaptureError) -> str:
     """One line: what stood in the way, at which line of the model, and what helps."""
     where = ", at {}  {}".format(*split_where(error.where)).rstrip() if error.where else ""
@@ -284,6 +290,8 @@ class Compilation:
 
     def _patches(self, raised: bool) -> dict[str, Any]:
         patches: dict[str, Any] = {}
+        if raised:
+            patches |= _UNCHECKED
         if self.options.mode is not None:
             patches |= torch_private.mode_options(self.options.mode)
         patches |= self.options.inductor

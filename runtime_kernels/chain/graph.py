@@ -52,8 +52,10 @@ class LaunchGraph:
                 cuda.check(status, "launch a graph of kernels")
 
     def __del__(self) -> None:
-        # At the end of the process `cuda` may be gone, and the driver too; then there is nothing left to free.
-        with suppress(Exception):
+        # At the end of the process this module's names may be gone, and the driver too: there is nothing left to free.
+        if cuda is None or suppress is None:
+            return
+        with suppress(cuda.DriverError, TypeError, AttributeError):
             cuda.function("cuGraphExecDestroy")(self._executable)
             cuda.function("cuGraphDestroy")(self._graph)
 

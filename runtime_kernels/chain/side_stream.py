@@ -70,8 +70,8 @@ class Flight:
         return self._outputs
 
     def __del__(self) -> None:
-        if not self._landed:
-            with suppress(RuntimeError, AttributeError):  # the process may be at its end
+        if not self._landed and suppress is not None:  # it is None at the end of the process
+            with suppress(RuntimeError, AttributeError):
                 for tensor in (*self._operands, *self._outputs):
                     tensor.record_stream(self._side)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.compile_fx as inductor
 from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
 from moe_compiler import torch_private
 from moe_compiler.backend import last_reports, moepdl
@@ -166,3 +167,18 @@ def test_a_mode_of_inductor_reaches_inductor():
         ours = torch.compile(block, backend="moepdl", mode="max-autotune-no-cudagraphs")
         torch.testing.assert_close(ours(x), block(x))
     assert last_reports()[-1].options["mode"] == "max-autotune-no-cudagraphs"
+
+
+def test_what_the_guards_have_checked_is_not_checked_again_at_each_call():
+    """Each of hundreds of inputs, where every expert has tensors of its own; the user may have the checks back."""
+    block, x = qwen3_block(torch.float32), torch.randn(1, 6, 32)
+    for given, wanted in (({}, False), ({"inductor": {"size_asserts": True}}, True)):
+        torch.compiler.reset()
+        compiled = torch.compile(block, backend="moepdl", options={"require_match": True, **given})
+        with torch.no_grad():
+            _, (code,) = run_and_get_code(compiled, x)
+        assert ("assert_size_stride(arg" in code) is wanted, given
+    torch.compiler.reset()
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(torch.compile(torch.nn.Linear(4, 4), backend="moepdl"), torch.randn(2, 4))
+    assert "assert_size_stride(arg" in code, "what is not ours is as Inductor has it"
