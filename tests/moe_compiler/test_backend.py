@@ -184,7 +184,7 @@ def test_frozen_experts_get_no_gradient_and_the_others_do():
 def test_a_training_step_of_a_decoder_and_generation_with_a_static_cache():
     from transformers import GenerationConfig
 
-    model = qwen3_decoder()
+    model = qwen3_decoder(layers=1)
     tokens = torch.randint(0, 128, (2, 16))
     ours = compiled(model)
     before = last_reports()
@@ -194,7 +194,7 @@ def test_a_training_step_of_a_decoder_and_generation_with_a_static_cache():
     torch.testing.assert_close(
         torch.autograd.grad(loss, list(model.parameters())), torch.autograd.grad(eager, list(model.parameters()))
     )
-    assert [len(report.matches) for report in new_reports(before)] == [2]
+    assert [len(report.matches) for report in new_reports(before)] == [1]
     model.eval()
     settings = GenerationConfig(max_new_tokens=8, do_sample=False, cache_implementation="static", pad_token_id=0)
     expected = model.generate(tokens[:, :5], generation_config=settings)
