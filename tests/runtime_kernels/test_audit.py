@@ -1,8 +1,8 @@
 """The compiled code of every device kernel meets the obligations of a launch with the PDL attribute; no GPU is needed.
 
-The launches run in recording mode on CPU tensors, so what is compiled is what a GPU would be given: each kernel as it is
-launched by default for Hopper (sm_90), and every third for Blackwell (sm_100), in every run of the suite; the others and
-every variant of each (`variants`) for both in the slow tests.
+The launches run in recording mode on CPU tensors, so what is compiled is what a GPU would be given: each kernel as it
+is launched by default for Hopper (sm_90), and every third for Blackwell (sm_100), in every run of the suite; the others
+and every variant of each (`variants`) for both in the slow tests.
 """
 
 from __future__ import annotations
