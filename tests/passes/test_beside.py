@@ -454,7 +454,7 @@ def taken_early(lines) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_generated_code_keeps_the_order_and_the_lifetimes(gated):
     lines = generated(shared_expert.model(3, gated), torch.randn(1, 37, 32))
     spans = flights(lines)
