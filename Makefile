@@ -12,7 +12,9 @@ ifeq ($(VENV),0)
 PY := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 STAMP :=
 else
-PY := $(MOEPDL_VENV)/bin/python
+# Empty is unset: the environment is installed without bytecode (most of it is never imported), and what is imported
+# keeps its own, in this process and in the many that the tests start.
+PY := PYTHONDONTWRITEBYTECODE= $(MOEPDL_VENV)/bin/python
 STAMP := $(MOEPDL_VENV)/.moepdl-installed
 endif
 
@@ -24,7 +26,7 @@ help:
 $(MOEPDL_VENV)/.moepdl-installed: pyproject.toml constraints.txt
 	@echo "moepdl: setting up $(MOEPDL_VENV) (minutes the first time)"
 	$(PYTHON) -m venv $(MOEPDL_VENV)
-	$(MOEPDL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(MOEPDL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
 	@touch $@
 
 demo: $(STAMP)

@@ -86,8 +86,8 @@ def fit(points: Sequence[Point], device: str, boundary_us: float, about: Mapping
     kernels = {}
     for name, mine in by_kernel.items():
         costs = [stage_cost(name, point.sizes) for point in mine]
-        moved = [float(cost.bytes.subs(T, point.tokens)) for cost, point in zip(costs, mine, strict=True)]
-        work = [float(cost.work.subs(T, point.tokens)) for cost, point in zip(costs, mine, strict=True)]
+        moved = [float(cost.bytes.subs(T, float(point.tokens))) for cost, point in zip(costs, mine, strict=True)]
+        work = [float(cost.work.subs(T, float(point.tokens))) for cost, point in zip(costs, mine, strict=True)]
         kernels[name] = fit_kernel(moved, work, [point.us for point in mine])
     return DeviceModel(device, "calibrated", kernels, boundary_us, about)
 

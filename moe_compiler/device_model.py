@@ -115,7 +115,9 @@ def _amounts_of(kernel: str, sizes: tuple[tuple[str, int], ...], tokens: int) ->
     if tokens == 0:
         return 0.0, 0.0
     cost = stage_cost(kernel, dict(sizes))
-    moved, work = cost.bytes.subs(T, tokens), cost.work.subs(T, tokens)
+    # As a float: the expected number of distinct experts is a power of T, and as a fraction of whole numbers it has
+    # millions of digits for the tokens of a long prompt.
+    moved, work = cost.bytes.subs(T, float(tokens)), cost.work.subs(T, float(tokens))
     return None if moved.free_symbols or work.free_symbols else (float(moved), float(work))
 
 

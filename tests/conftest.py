@@ -7,6 +7,7 @@ in child processes too.
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import random
@@ -39,9 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module, hence before torch is imported and reads entry points and cache folders."""
     session = Path(tempfile.mkdtemp(prefix="moepdl-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(session, ignore_errors=True))
-    # One compile cache for the session, never the user's: results cannot depend on what was compiled before it.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(session / "inductor")
-    os.environ["TRITON_CACHE_DIR"] = str(session / "triton")
+    # One compile cache for the session, never the user's: results cannot depend on what was compiled before it. The
+    # processes of pytest-xdist are started with the environment that is set here, and share it.
+    if not hasattr(config, "workerinput"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(session / "inductor")
+        os.environ["TRITON_CACHE_DIR"] = str(session / "triton")
+    # A pool of compile workers is a process more for every process that imports Inductor, and each imports torch.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for key in [k for k in os.environ if k.startswith("MOEPDL_") and k != "MOEPDL_VENV"]:
         del os.environ[key]
     path = [str(ROOT)]
@@ -77,6 +82,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of the collector's runs: it stays, and to visit it takes long each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free everything at its end, or the bindings of triton's compiler speak of leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from moe_compiler.graph_pass import GraphPass
 from moe_compiler.moe_ir import Level
 from moe_compiler.pipeline import PIPELINE
 from moe_compiler.report import Report
+from tests.fast_part import covering
 from tests.moe_compiler.blocks import (
     TOKENS,
     assert_accurate,
@@ -37,8 +38,7 @@ def new_reports(before: list[Report]) -> list[Report]:
     return [report for report in last_reports() if id(report) not in known]
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "implementation"), covering(DTYPES, ["grouped_mm", "batched_mm"]))
 def test_forward_and_backward_are_accurate_for_every_number_of_tokens(dtype, implementation):
     block = qwen3_block(dtype, implementation)
     ours = compiled(block, options={"require_match": True})
@@ -184,7 +184,7 @@ def test_frozen_experts_get_no_gradient_and_the_others_do():
 def test_a_training_step_of_a_decoder_and_generation_with_a_static_cache():
     from transformers import GenerationConfig
 
-    model = qwen3_decoder()
+    model = qwen3_decoder(layers=1)
     tokens = torch.randint(0, 128, (2, 16))
     ours = compiled(model)
     before = last_reports()
@@ -194,7 +194,7 @@ def test_a_training_step_of_a_decoder_and_generation_with_a_static_cache():
     torch.testing.assert_close(
         torch.autograd.grad(loss, list(model.parameters())), torch.autograd.grad(eager, list(model.parameters()))
     )
-    assert [len(report.matches) for report in new_reports(before)] == [2]
+    assert [len(report.matches) for report in new_reports(before)] == [1]
     model.eval()
     settings = GenerationConfig(max_new_tokens=8, do_sample=False, cache_implementation="static", pad_token_id=0)
     expected = model.generate(tokens[:, :5], generation_config=settings)
@@ -313,8 +313,7 @@ def test_numeric_verification_runs_every_pass_forward_and_backward():
     }
 
 
-@pytest.mark.parametrize("remainder", ["eager", "inductor"])
-@pytest.mark.parametrize("phase", ["capture", "graph"])
+@pytest.mark.parametrize(("phase", "remainder"), covering(["capture", "graph"], ["eager", "inductor"]))
 def test_a_pass_that_fails_is_named_or_falls_back_once(phase, remainder, monkeypatch):
     def breaks(graph, context):
         node = next(node for node in graph.nodes if node.op == "call_function")

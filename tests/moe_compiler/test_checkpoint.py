@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_compiler.backend import last_reports, moepdl
+from tests.fast_part import covering
 from tests.moe_compiler.blocks import qwen3_block, qwen3_decoder
 
 _aten = torch.ops.aten
@@ -52,8 +53,7 @@ def chains_of(report, direction):
     ]
 
 
-@pytest.mark.parametrize("remainder", ["eager", "inductor"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "remainder"), covering([*POLICIES], ["eager", "inductor"]))
 def test_the_backward_graph_recomputes_the_experts_and_not_their_choice(policy, remainder):
     block = qwen3_block()
     function, parameters = checkpointed(block, policy)
@@ -70,8 +70,7 @@ def test_the_backward_graph_recomputes_the_experts_and_not_their_choice(policy, 
     assert "order" in backward and "route" not in backward and "route" not in stages_of(report, "backward")
 
 
-@pytest.mark.parametrize("remainder", ["eager", "inductor"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "remainder"), covering([*POLICIES], ["eager", "inductor"]))
 def test_tied_experts_get_the_gradients_of_the_forward_pass(policy, remainder):
     """All scores are equal, so any choice is right, as long as the recomputation makes the same."""
     block = qwen3_block()

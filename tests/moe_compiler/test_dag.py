@@ -115,7 +115,7 @@ def test_stages_of_a_block_and_their_costs():
     flops = sympy.sympify(stages["gate_up"]["flops"], locals={"T": tokens})
     assert flops == 2 * tokens * K * 2 * I * H
     moved = sympy.sympify(stages["down"]["bytes"], locals={"T": tokens})
-    assert moved.subs(tokens, 10**6) == pytest.approx(10**6 * K * (I + H) * 2 + E * I * H * 2, rel=1e-6)
+    assert moved.subs(tokens, 1e6) == pytest.approx(10**6 * K * (I + H) * 2 + E * I * H * 2, rel=1e-6)
     edges = {(edge["source"], edge["target"]) for edge in record.edges}
     assert ("route", "order_default") in edges and ("gate_up_default", "down_default") in edges
 

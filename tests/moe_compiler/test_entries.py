@@ -13,6 +13,7 @@ import torch
 from moe_compiler.backend import explain, last_reports, moepdl
 from moe_compiler.report import Report
 from moe_compiler.testing import examples
+from tests.fast_part import covering
 from tests.moe_compiler.blocks import qwen3_block, qwen3_decoder
 
 EAGER = {"remainder": "eager"}
@@ -187,8 +188,7 @@ def test_explain_after_more_reports_than_are_kept():
     assert len(explain(block, torch.randn(1, 9, 32)).matches) == 1
 
 
-@pytest.mark.parametrize("decomposed", [False, True])
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(("implementation", "decomposed"), covering(["grouped_mm", "batched_mm"], [False, True]))
 def test_an_exported_program_with_symbolic_tokens(implementation, decomposed):
     block = qwen3_block(implementation=implementation).eval()
     sizes = {"hidden_states": {1: torch.export.Dim("tokens", min=2, max=4096)}}
@@ -210,20 +210,10 @@ def test_an_exported_program_with_symbolic_tokens(implementation, decomposed):
 
 
 @pytest.mark.parametrize(
-    ("name", "decomposed"),
-    [
-        ("gather_einsum", False),
-        ("gather_einsum", True),
-        ("dense_bmm", False),
-        ("dense_bmm", True),
-        ("one_hot_loop", False),
-        ("one_hot_loop", True),
-        ("where_loop", False),
-        ("where_loop", True),
-    ],
+    ("name", "decomposed"), covering(["gather_einsum", "dense_bmm", "one_hot_loop", "where_loop"], [False, True])
 )
 def test_exported_programs_of_the_other_formulations(name, decomposed):
-    example = examples()[name](torch.float32)
+    example = examples()[name](torch.float32, experts=4)
     (x,) = example.inputs(9)
     program = torch.export.export(
         example.module, (x,), dynamic_shapes=[{0: torch.export.Dim("tokens", min=2, max=4096)}]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_compiler.backend import last_reports, moepdl
+from tests.fast_part import covering
 from tests.moe_compiler.blocks import qwen3_block
 
 
@@ -52,8 +53,7 @@ def check(function, parameters, x, *, matches=1, options=None):
     return report
 
 
-@pytest.mark.parametrize("remainder", ["eager", "inductor"])
-@pytest.mark.parametrize("where", ["before", "after", "both"])
+@pytest.mark.parametrize(("where", "remainder"), covering(["before", "after", "both"], ["eager", "inductor"]))
 def test_a_users_autograd_function_beside_a_block(where, remainder):
     block = qwen3_block()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -22,6 +23,7 @@ _logs.emit(Report("1/0", "unchanged"))
 """
 
 
+@functools.cache
 def run(**environ: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("TORCH_LOGS")}
     return subprocess.run(

@@ -43,7 +43,13 @@ def run(model, x, call=None):
     return out.detach(), [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+# One of each kind of loop; most of the others are in the tests below.
+KINDS = ("NumelBranch", "FlatInfer", "PackedLoop", "FlatLoop")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in BLOCKS]
+)
 def test_a_fragment_becomes_one_match_with_the_same_numbers(name):
     model = block(name)
     untouched = copy.deepcopy(model)

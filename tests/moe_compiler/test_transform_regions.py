@@ -11,6 +11,7 @@ from moe_compiler.backend import last_reports, moepdl
 from moe_compiler.capture import capture, nested_bodies, restore
 from moe_compiler.errors import CaptureError
 from moe_compiler.graph_file import load_graph
+from tests.fast_part import covering
 from tests.moe_compiler.blocks import qwen3_block
 
 
@@ -69,8 +70,7 @@ def _transforms(module):
     return [target for target in _calls(module) if torch_private.is_transform_call(target)]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("transform", "training"), covering(TRANSFORMS, [False, True]))
 def test_a_block_beside_a_transform_is_rewritten(transform, training):
     block = qwen3_block()
 

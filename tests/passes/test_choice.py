@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_compiler.backend import last_reports, moepdl
 from moe_compiler.testing import run_passes
+from tests.fast_part import covering
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.router_models import (
     KEPT,
@@ -37,8 +38,7 @@ CAPTURE = ["canonicalize", "find_moe", "raise_moe"]
 ROUTE = torch.ops.moepdl.route.default
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize(("name", "dtype"), covering([*ROUTERS], [torch.float32, torch.bfloat16]))
 def test_a_router_of_a_model_is_raised_and_agrees(name, dtype):
     router, rule, attributes = ROUTERS[name]
     report = raised_agrees(Block(router, dtype), torch.randn(37, H, dtype=dtype))

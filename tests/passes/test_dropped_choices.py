@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_compiler.backend import explain, moepdl
+from tests.fast_part import covering, pairwise
 from tests.passes.numerics import raised_agrees
 
 B, S, E, H, INNER, CAPACITY = 2, 11, 4, 16, 12, 2
@@ -85,10 +86,13 @@ def reason(module: nn.Module, *inputs: Tensor) -> str:
     return " | ".join(miss.reason for miss in report.misses)
 
 
-@pytest.mark.parametrize("route", [switch, in_floats, as_truth, without_capacity])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("training", [False, True])
+ROUTES = [switch, in_floats, as_truth, without_capacity]
+
+
+@pytest.mark.parametrize(
+    ("route", "dtype", "dynamic", "training"),
+    pairwise(ROUTES, [torch.float32, torch.bfloat16], [False, True], [False, True]),
+)
 def test_an_argmax_with_a_capacity_is_one_block(route, dtype, dynamic, training):
     module = Loop(route, dtype)
     x = torch.randn(B, S, H, dtype=dtype)
@@ -116,9 +120,7 @@ class Written(Loop):
         return out.reshape(x.shape)
 
 
-@pytest.mark.parametrize("route", [switch, in_floats, as_truth, without_capacity])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("route", "dynamic", "training"), pairwise(ROUTES, [False, True], [False, True]))
 def test_masks_without_a_dimension_for_the_choice_are_one_block(route, dynamic, training):
     module = Written(route)
     report = raised_agrees(
@@ -129,8 +131,7 @@ def test_masks_without_a_dimension_for_the_choice_are_one_block(route, dynamic, 
     assert ("drops" in match.attributes) == (route is not without_capacity)
 
 
-@pytest.mark.parametrize("loop", [Loop, Written])
-@pytest.mark.parametrize("route", [switch, without_capacity])
+@pytest.mark.parametrize(("route", "loop"), covering([switch, without_capacity], [Loop, Written]))
 def test_of_equal_scores_the_block_chooses_the_expert_that_the_argmax_does(route, loop):
     """Switch in bf16: with scores of 8 bits, and inputs of which many agree, some tokens have two best experts."""
 
@@ -214,9 +215,9 @@ class Scaled(Loop):
         return out.reshape(x.shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dynamic", "training"), pairwise([torch.float32, torch.bfloat16], [False, True], [False, True])
+)
 def test_a_constant_on_the_rows_goes_to_the_weights(dtype, dynamic, training):
     module = Scaled(dtype=dtype)
     x = torch.randn(B, S, H, dtype=dtype)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_compiler.testing import run_passes
+from tests.fast_part import covering
 from tests.passes.numerics import compile_eager, raised_agrees
 
 E, K, H, INNER = 6, 2, 24, 8
@@ -210,8 +211,7 @@ def check(module: Experts, x: Tensor | None = None, tolerance: float | None = No
     return report.matches[0].attributes
 
 
-@pytest.mark.parametrize("biases", ["both", "first", "second"])
-@pytest.mark.parametrize("run", WITH_BIAS)
+@pytest.mark.parametrize(("run", "biases"), covering(WITH_BIAS, ["both", "first", "second"]))
 def test_biases(run, biases):
     found = check(Experts(run, biases=biases))
     assert found["biases"] == {"both": "gate, down", "first": "gate", "second": "down"}[biases]
@@ -223,15 +223,13 @@ def test_biases_in_bfloat16(run):
     check(exact(Experts(run).bfloat16(), x), x, 4e-3)
 
 
-@pytest.mark.parametrize("activate", RULES)
-@pytest.mark.parametrize("run", ["grouped", "gathered", "dense"])
-def test_activations_with_parameters(run, activate):
+@pytest.mark.parametrize(("activate", "run"), covering([*RULES], ["grouped", "gathered", "dense"]))
+def test_activations_with_parameters(activate, run):
     assert check(Experts(run, activate))["activation"] == RULES[activate]
 
 
-@pytest.mark.parametrize("split", PACKINGS)
-@pytest.mark.parametrize("run", ["grouped", "columns", "loop"])
-def test_packings(run, split):
+@pytest.mark.parametrize(("split", "run"), covering([*PACKINGS], ["grouped", "columns", "loop"]))
+def test_packings(split, run):
     assert check(Experts(run, split=split)).get("packing") == PACKINGS[split]
 
 
@@ -473,14 +471,17 @@ class Quantised(nn.Module):
         return (rows * weights.reshape(-1, 1)).view(-1, K, H).sum(1)
 
 
-@pytest.mark.parametrize("how", ["whole", "scaled", "gathered"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    covering([torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2], ["whole", "scaled", "gathered"]),
+)
 def test_quantised_experts_are_refused(dtype, how):
     assert "the experts are quantised" in reason(Quantised(dtype, how), torch.randn(9, H))
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), covering(["grouped_mm", "batched_mm"], [torch.float32, torch.bfloat16])
+)
 def test_gpt_oss(implementation, dtype):
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     config = modeling.GptOssConfig(

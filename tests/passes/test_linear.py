@@ -25,6 +25,7 @@ PACKED = ("batched_mm", "dense_bmm", "grouped_mm")
 LIMIT = 2.3
 
 
+@functools.cache
 def one_layer(name: str, experts: int, dtype: torch.dtype = torch.float32) -> GraphModule:
     example = examples()[name](dtype, experts, 2, HIDDEN, HIDDEN)
     return capture_graph(example.module, torch.randn(TOKENS, HIDDEN, dtype=dtype))
@@ -135,9 +136,10 @@ def test_twice_the_layers_take_twice_the_time(name):
     assert_linear(damaged(one), (4, 8, 16), matched=False)
 
 
+@pytest.mark.parametrize("counts", [(4, 8, 16), pytest.param((8, 16, 32), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", UNROLLED)
-def test_twice_the_experts_take_twice_the_time(name):
-    ones = [one_layer(name, experts) for experts in (8, 16, 32)]
+def test_twice_the_experts_take_twice_the_time(name, counts):
+    ones = [one_layer(name, experts) for experts in counts]
     costs = [[run(one, 1, calls)[0] for _ in range(2)][-1] for one in ones]  # the first also does what is done once
     for before, after in itertools.pairwise(costs):
         assert all(b < LIMIT * a for a, b in zip(before, after, strict=True)), costs
@@ -163,7 +165,7 @@ def test_a_packed_block_takes_the_same_time_whatever_the_number_of_experts(name)
 @pytest.mark.parametrize("name", sorted(examples()))
 def test_a_raised_block_is_as_large_whatever_the_number_of_experts(name):
     sizes = set()
-    for experts in (4, 16):
+    for experts in (3, 6):
         example = examples()[name](experts=experts)
         module, report = run_passes(example.module, ["canonicalize", "find_moe", "raise_moe"], *example.inputs(9))
         assert len(report.matches) == 1

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from moe_compiler.backend import last_reports
 from moe_compiler.report import Report
 from moe_compiler.testing import run_passes
+from tests.fast_part import covering
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.spellings import Block, E, H, K, choose
 
@@ -65,13 +66,10 @@ def layer_norm(b: Block, rows: Tensor) -> Tensor:
 NORMS = {"scaled": scaled_norm, "rms_norm": plain_norm, "layer_norm": layer_norm}
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(
-    ("name", "spelling", "dtype"),
-    [("grouped_mm", grouped, torch.bfloat16), ("batched_mm", batched, torch.float32)],
-)
-def test_a_norm_behind_the_experts_stays_outside_of_the_block(name, spelling, dtype, norm):
+@pytest.mark.parametrize(("norm", "spelling"), covering([*NORMS], [grouped, batched]))
+def test_a_norm_behind_the_experts_stays_outside_of_the_block(norm, spelling):
     """The experts are rewritten row by row; the norm, the weights and the sum over k stay as they were."""
+    name, dtype = ("grouped_mm", torch.bfloat16) if spelling is grouped else ("batched_mm", torch.float32)
     module = Block(lambda b, x, l: spelling(b, x, *choose(x, l), NORMS[norm]), dtype)
     report = raised_agrees(module, torch.randn(37, H, dtype=dtype))
     (match,) = report.matches

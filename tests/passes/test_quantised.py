@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_compiler.testing import run_passes
+from tests.fast_part import covering
 from tests.passes.numerics import compile_eager
 from tests.passes.spellings import Block, E, H, I, K, choose, offsets_of
 
@@ -98,8 +99,13 @@ def grouped(m: Quantised, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, perm // K, rows * weights.flatten()[perm][:, None])
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "mxfp4"])
-@pytest.mark.parametrize("spelling", [gathered_first, whole, loop, dense, grouped])
+@pytest.mark.parametrize(
+    ("spelling", "kind"),
+    covering(
+        [gathered_first, whole, loop, dense, grouped],
+        ["fp8", "int8", "mxfp4"],
+    ),
+)
 def test_quantised_experts_are_refused_by_that_name_and_run_as_they_are(spelling: Callable[..., Tensor], kind: str):
     module, x = Quantised(kind, spelling).requires_grad_(False), torch.randn(7, H)
     after, report = run_passes(module, CAPTURE, x)

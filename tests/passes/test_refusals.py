@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from moe_compiler.backend import last_reports
 from moe_compiler.report import Report
 from moe_compiler.testing import run_passes
+from tests.fast_part import covering
 from tests.passes.numerics import compile_eager
 from tests.passes.spellings import Block, E, H, I, K, choose
 
@@ -123,8 +124,7 @@ def test_gate_and_up_in_another_dtype_than_down_are_refused():
     assert "gate and up compute in torch.float32, down in torch.bfloat16" in reasons(report)
 
 
-@pytest.mark.parametrize("keep", [fp8, bf16])
-@pytest.mark.parametrize("at", ["x", "gathered", "act", "rows"])
+@pytest.mark.parametrize(("at", "keep"), covering(["x", "gathered", "act", "rows"], [fp8, bf16]))
 def test_a_fake_quantisation_stays(at: str, keep: Callable[..., Tensor]):
     report = agrees(Block(lambda b, x, l: einsum(b, x, *choose(x, l), keep, at)), torch.randn(T, H))
     assert bool(report.matches) == (at == "x")
@@ -457,8 +457,7 @@ def written_flat(ids: Tensor) -> Tensor:
     return flat.view(ids.shape)
 
 
-@pytest.mark.parametrize("write", [written_rows, written_narrow, written_flat])
-@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize(("write", "loop"), covering([written_rows, written_narrow, written_flat], [False, True]))
 def test_a_write_into_a_part_of_a_copy_of_the_ids_counts(write, loop):
     class Module(torch.nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from moe_compiler.backend import last_reports
 from moe_compiler.passes.formulations.registry import formulation_names
 from moe_compiler.report import Report
-from moe_compiler.testing import run_passes
+from moe_compiler.testing import capture_graph, run_passes
+from tests.fast_part import first_of_each
 from tests.passes import spellings_masks
 from tests.passes.numerics import compile_eager, raised_agrees
 from tests.passes.spellings import Block, Damaged, E, H, K, choose
@@ -37,12 +38,18 @@ def found(report: Report) -> list[str]:
     return [match.formulation for match in report.matches]
 
 
-@pytest.mark.parametrize("damaged", [*DAMAGED, *spellings_masks.DAMAGED], ids=lambda d: f"{d.formulation}-{d.name}")
+DAMAGES = first_of_each(
+    [*DAMAGED, *spellings_masks.DAMAGED], lambda d: (d.formulation, d.step), lambda d: f"{d.formulation}-{d.name}"
+)
+
+
+@pytest.mark.parametrize("damaged", DAMAGES)
 def test_a_damaged_copy_never_matches_and_its_own_formulation_names_the_step(damaged: Damaged):
     """The formulations that sort rows share steps: with all of them on, the nearest may be another one."""
-    module, x = Block(damaged.spelling, damaged.dtype), torch.randn(5, H, dtype=damaged.dtype)
-    assert refused(module, x)
-    _, report = run_passes(module, CAPTURE, x, options=only(damaged.formulation))
+    captured = capture_graph(Block(damaged.spelling, damaged.dtype), torch.randn(5, H, dtype=damaged.dtype))
+    _, report = run_passes(captured, CAPTURE)
+    assert not report.matches and report.misses
+    _, report = run_passes(captured, CAPTURE, options=only(damaged.formulation))
     # A top-k that chooses tokens for each expert is a candidate of its own.
     (miss,) = [miss for miss in report.misses if miss.formulation == damaged.formulation]
     assert not report.matches and miss.step == damaged.step
