@@ -7,6 +7,7 @@ not faster, the kernels keep their own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,9 +84,11 @@ class _Boxes:
 
     @staticmethod
     def _one(stored: Stored) -> bool:
-        if len(stored.shape) != 3 or stored.count != 1:
+        if len(stored.shape) not in (3, 4) or stored.count != 1:
             return False
-        (_, out, inner), (expert, step, unit) = stored.shape, stored.stride
+        # Of gate and up in turns, [E, 2, I, in], the halves are the neighbours.
+        out, inner = math.prod(stored.shape[1:-1]), stored.shape[-1]
+        expert, step, unit = stored.stride[0], stored.stride[1], stored.stride[-1]
         if unit != 1:
             step, unit, out, inner = unit, step, inner, out
         return unit == 1 and step % 8 == 0 and step >= inner and expert == out * step

@@ -86,6 +86,16 @@ def check_experts(
         raise ExpertsArgumentError(
             f"down reads rows of {downs.inner}, gate and up give {columns // 2 if gated else columns} (gated={gated})"
         )
+    if gates.turns and (up or not gated):
+        raise ExpertsArgumentError(
+            f"gate is {tuple(gate[0].shape)}, gate and up in turns, but "
+            + ("up weights are given too" if up else "gated is False")
+        )
+    if gate_bias and ExpertBiases(gate_bias, "gate_bias").turns != gates.turns:
+        raise ExpertsArgumentError(
+            f"gate_bias is {tuple(gate_bias[0].shape)}, gate is {tuple(gate[0].shape)}: give both in turns "
+            "([E,2,I] and [E,2,I,H]) or neither"
+        )
     if up_bias and not up:
         raise ExpertsArgumentError("up_bias is given without up: the bias of packed weights is gate_bias")
     for name, tensors, biased in (("gate", gate_bias, gates), ("up", up_bias, ups), ("down", down_bias, downs)):
