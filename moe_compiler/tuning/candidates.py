@@ -57,12 +57,14 @@ class Work:
 
     sizes      of the block: k, E, H, I, N and w, the bytes of an element
     boxes      whether the weights can be read through tensor descriptors
+    columns    whether the columns of the weights (their rows, as [out, in]) are what is contiguous in memory
     """
 
     kernel: str
     sizes: Mapping[str, int]
     tokens: int
     boxes: bool
+    columns: bool = False
 
     @property
     def pairs(self) -> int:
@@ -198,8 +200,10 @@ def _router(work: Work, limits: Limits) -> Iterator[Tile]:
 
 def _few(work: Work, limits: Limits) -> Iterator[Tile]:
     inner = work.sizes["H" if work.kernel == "gate_up_few" else "I"]
-    for depth in _powers(128, min(4096, _power(inner))):
-        for cols in _powers(1, 32):
+    # What is contiguous in memory must be so in a tile.
+    deepest, sides = (512, (8, 128)) if work.columns else (4096, (1, 32))
+    for depth in _powers(min(16 if work.columns else 128, _power(inner)), min(deepest, _power(inner))):
+        for cols in _powers(*sides):
             if not 1024 <= cols * depth <= 8192:
                 continue
             for warps in (2, 4, 8):

@@ -25,7 +25,7 @@ from moe_compiler.runtime_kernels.launching import (
     tile_for,
     vector,
 )
-from moe_compiler.runtime_kernels.tiles import Tile, slots
+from moe_compiler.runtime_kernels.tiles import Tile, columns_tile, slots
 
 
 def scatter_product(
@@ -156,7 +156,9 @@ def down_few(
     down, bias = matrix(ins["down"], "down"), vector(ins.get("down_bias"), "down_bias")
     tokens, hidden = y.shape
     size = act.shape[1]
-    if tile is None:
+    if tile is None and down.out < down.inner:
+        tile = columns_tile(hidden, size, tokens, width=y.element_size())
+    elif tile is None:
         # With a token or two, narrow programs, or the device is not filled; and a short loop is unrolled.
         depth = min(1024 if tokens <= 2 else 256, power_of_two(size))
         unrolled = tokens <= 2 and ids.shape[1] * size <= 32 * depth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -19,7 +20,7 @@ from moe_compiler.runtime_kernels.launching import (
     tile_for,
     vector,
 )
-from moe_compiler.runtime_kernels.tiles import Tile, slots
+from moe_compiler.runtime_kernels.tiles import Tile, columns_tile, slots
 
 
 def split_up(gate: list[Any], up: list[Any], gated: bool) -> tuple[Matrix, Matrix, int]:
@@ -149,7 +150,7 @@ def gate_up_few(
 ) -> None:
     """act [S,I] in pair order from x [T,H], ids [T,k], gate, up; rows of ids out of range are zero. For few tokens.
 
-    In the tile, cols counts rows of gate, depth the part of H that a program takes at once.
+    In the tile, cols counts columns of act (rows of gate, as the matrix is [out, in]), depth the part of H that a program takes at once.
     """
     act = outs["act"]
     x, ids, weights = row_major(ins["x"]), ins["ids"], ins["weights"]
@@ -158,7 +159,11 @@ def gate_up_few(
     gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
     pairs, size = act.shape
     hidden = x.shape[1]
-    if tile is None:
+    if tile is None and gate.out < gate.inner:
+        apart = gated and not gate.turns
+        tile = columns_tile(size if apart else gate.shape[1], hidden, pairs, 2 if apart else 1, act.element_size())
+        tile = replace(tile, cols=tile.cols // 2) if gate.turns else tile
+    elif tile is None:
         # About 2048 elements of gate at once, whole rows where they are that short; a long loop is pipelined instead.
         depth = min(2048, power_of_two(hidden))
         tile = Tile(1, 2048 // depth, depth, warps=2, stages=1 if hidden <= 8 * depth else 3)
