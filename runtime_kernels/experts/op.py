@@ -62,6 +62,11 @@ def check_experts(
         )
     if ids.dtype not in (torch.int32, torch.int64):
         raise ExpertsArgumentError(f"ids must be int32 or int64, got {ids.dtype}")
+    for name, tensors, turns in (("up", up, 4), ("down", down, 4), ("up_bias", up_bias, 3), ("down_bias", down_bias, 3)):
+        if tensors and tensors[0].dim() == turns:
+            raise ExpertsArgumentError(
+                f"{name} has shape {tuple(tensors[0].shape)}; gate and gate_bias alone may hold gate and up in turns"
+            )
     gates, downs = ExpertWeights(gate, "gate"), ExpertWeights(down, "down")
     parts = [("gate", gates), ("down", downs)]
     ups = ExpertWeights(up, "up") if up else None
