@@ -242,7 +242,8 @@ def vector(tensors: Sequence[Tensor] | None, what: str, *, written: bool = False
     biases = ExpertBiases(tensors, what)
     if biases.is_packed:
         check_dtype(biases.dtype, what)
-        return Vector(tensors[0], *biases.tensors[0].stride(), False)
+        stored = biases.tensors[0]
+        return Vector(tensors[0], stored.stride(0), stored.stride(1), False)
     listed = matrix(as_columns(tensors), what, written=written)
     return Vector(listed.operand, 0, listed.out, True)
 

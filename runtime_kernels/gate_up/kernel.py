@@ -100,9 +100,7 @@ def gate_up_tile(
         both = zero_tile(BM, 2 * BN, SWAP)
         for k0 in range(0, depth, BK):
             tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
-            block = load_matrix(
-                matrix, safe, 0, k0, 2 * column, H, 2 * INTER, BK, 2 * BN, GATE_H, GATE_I, WIDE, BOX
-            )
+            block = load_matrix(matrix, safe, 0, k0, 2 * column, H, 2 * INTER, BK, 2 * BN, GATE_H, GATE_I, WIDE, BOX)
             both = multiply(tile, block, both, SWAP, PRECISION)
         # Neighbouring columns are held by one thread.
         gates, ups = tl.split(tl.reshape(upright(both, SWAP), (BM, BN, 2)))
@@ -244,7 +242,8 @@ def gate_up_kernel(
             x, weights, perm, gate, up, gate_bias, up_bias, act, preact, expert, first, end, column * BN,
             X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT,
             GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE,
-            TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, TURNS, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION, BM, BN, BK, SWAP, PDL,
+            TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, TURNS, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION,
+            BM, BN, BK, SWAP, PDL,
         )  # fmt: skip
     else:
         if HALVES:

@@ -150,7 +150,8 @@ def gate_up_few(
 ) -> None:
     """act [S,I] in pair order from x [T,H], ids [T,k], gate, up; rows of ids out of range are zero. For few tokens.
 
-    In the tile, cols counts columns of act (rows of gate, as the matrix is [out, in]), depth the part of H that a program takes at once.
+    In the tile, cols counts columns of act, which are rows of gate, and depth the part of H that a program takes at
+    once.
     """
     act = outs["act"]
     x, ids, weights = row_major(ins["x"]), ins["ids"], ins["weights"]

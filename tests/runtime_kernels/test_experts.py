@@ -11,7 +11,8 @@ from moe_compiler.runtime_kernels.biases import Biases
 from moe_compiler.runtime_kernels.experts import stages
 from moe_compiler.runtime_kernels.experts.in_turns import in_turns
 from moe_compiler.runtime_kernels.registry import kernel
-from moe_compiler.runtime_kernels.weights import ExpertWeights, in_turns as turned
+from moe_compiler.runtime_kernels.weights import ExpertWeights
+from moe_compiler.runtime_kernels.weights import in_turns as turned
 
 LAYOUTS = (
     "packed",

@@ -45,13 +45,17 @@ def stage_calls(block):
 
 
 @pytest.mark.parametrize("tokens", [6, 0])
-@pytest.mark.parametrize(("layout", "weight_at"), [("packed_transposed", "output"), ("list", "input"), ("turns_transposed", "output")])
+@pytest.mark.parametrize(
+    ("layout", "weight_at"), [("packed_transposed", "output"), ("list", "input"), ("turns_transposed", "output")]
+)
 def test_opcheck(make_block, layout, weight_at, tokens):
     for op, arguments in stage_calls(make_block(layout=layout, weight_at=weight_at, tokens=tokens, routing="outside")):
         torch.library.opcheck(op.default, arguments)
 
 
-@pytest.mark.parametrize(("layout", "weight_at"), [("packed", "output"), ("separate", "input"), ("list", "output"), ("turns", "output")])
+@pytest.mark.parametrize(
+    ("layout", "weight_at"), [("packed", "output"), ("separate", "input"), ("list", "output"), ("turns", "output")]
+)
 def test_fakes_add_no_guard_on_the_tokens(make_block, layout, weight_at):
     """T is a symbol in every input that has it; no fake may ask for its value."""
     tokens, pairs = 37, 74

@@ -40,7 +40,11 @@ def test_gate_and_up_in_turns(transposed):
     assert (weights.expert_stride, *weights.strides) == tensor.stride()
     assert weights.tensors[0].data_ptr() == tensor.data_ptr() and torch.equal(weights.matrix(2), tensor[2])
     (given,) = weights.as_given(weights.empty_like())
-    assert (given.shape, given.stride()) == (halves.shape, halves.stride()) == (halves.shape, torch.empty_like(halves).stride())
+    assert (
+        (given.shape, given.stride())
+        == (halves.shape, halves.stride())
+        == (halves.shape, torch.empty_like(halves).stride())
+    )
     assert (num_experts([halves]), out_size([halves]), preact_size([halves], [])) == (4, 6, 6)
     assert are_in_turns([halves]) and not are_in_turns([tensor])
 
@@ -87,9 +91,18 @@ def test_gradients_have_the_strides_of_the_weights():
     [
         ([], "gate: the list of weights is empty"),
         ([torch.ones(2, 3, 4), torch.ones(2, 3, 4)], "gate: a packed 3-D tensor must come alone, got 2 tensors"),
-        ([torch.ones(3)], r"gate: expected one tensor \[E, out, in\] or \[E, 2, I, in\], or E tensors.*, got shape \(3,\)"),
-        ([torch.ones(2, 3, 4, 5)], r"gate: shape \(2, 3, 4, 5\) with strides \(60, 20, 5, 1\) is not gate and up in turns"),
-        ([torch.ones(2, 2, 4, 5)], r"gate: shape \(2, 2, 4, 5\) with strides \(40, 20, 5, 1\) is not gate and up in turns"),
+        (
+            [torch.ones(3)],
+            r"gate: expected one tensor \[E, out, in\] or \[E, 2, I, in\], or E tensors.*, got shape \(3,\)",
+        ),
+        (
+            [torch.ones(2, 3, 4, 5)],
+            r"gate: shape \(2, 3, 4, 5\) with strides \(60, 20, 5, 1\) is not gate and up in turns",
+        ),
+        (
+            [torch.ones(2, 2, 4, 5)],
+            r"gate: shape \(2, 2, 4, 5\) with strides \(40, 20, 5, 1\) is not gate and up in turns",
+        ),
         ([torch.ones(3, 4), torch.ones(3, 5)], r"gate: expert 1 has shape \(3, 5\) and strides \(5, 1\)"),
         ([torch.ones(3, 4), torch.ones(4, 3).t()], r"gate: expert 1 has shape \(3, 4\) and strides \(1, 3\)"),
         ([torch.ones(3, 4), torch.ones(3, 4).double()], "gate: expert 1 is torch.float64 on cpu, expert 0 is"),

@@ -70,7 +70,7 @@ def started(name: str, tensors: dict[str, Any]) -> Start:
 
 
 def moved(start: Start, kind: str, parameter: str) -> set[int]:
-    """Bytes of a thread's accesses to a parameter's memory, by instruction; 0 stands for a tile through a descriptor."""
+    """Bytes of a thread's accesses to a parameter's memory, by instruction; 0: a tile through a descriptor."""
     compiled = compile_offline(start)
     code = disassemble(compiled.asm["cubin"])
     found = set()
@@ -89,33 +89,35 @@ def spills(start: Start) -> int:
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("gate_up", 16), ("gate_up", 512), ("gate_up_few", 1)])
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gate_and_up_in_turns_are_loaded_together(name, tokens, transposed):
     start = started(name, gpt_oss(tokens, transposed=transposed))
     assert moved(start, "read", "gate") == ({16} if name.endswith("few") else {0})
     assert spills(start) == 0
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("gate_up", 512), ("gate_up_few", 1)])
+@pytest.mark.parametrize(("name", "tokens"), [pytest.param("gate_up", 512, marks=pytest.mark.slow), ("gate_up_few", 1)])
 def test_of_two_views_every_other_column_is_loaded_by_itself(name, tokens):
     """What the layout is for, and that the check above sees it."""
     assert 2 in moved(started(name, gpt_oss(tokens, transposed=True, apart=True)), "read", "gate")
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("down", 512), ("down_few", 1), ("down_few", 2)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [pytest.param("down", 512, marks=pytest.mark.slow), ("down_few", 1), ("down_few", 2)]
+)
 def test_transposed_weights_of_the_second_projection(name, tokens):
     start = started(name, gpt_oss(tokens, transposed=True))
     parameter = "down" if name.endswith("few") else "first_part"
     assert moved(start, "read", parameter) == ({16} if name.endswith("few") else {0})
 
 
-@pytest.mark.parametrize("tokens", [16, 4096])
+@pytest.mark.parametrize("tokens", [pytest.param(16, marks=pytest.mark.slow), 4096])
 def test_the_gradient_of_x_reads_both_together(tokens):
     start = started("grad_pairs", gpt_oss(tokens, transposed=True))
     assert moved(start, "read", "first_part") == {0}
 
 
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_gradients_of_both_are_stored_together(transposed):
     start = started("grad_gate_up", gpt_oss(4096, transposed=transposed))
     assert moved(start, "write", "first_part") == {16}
