@@ -15,8 +15,7 @@ from torch import Tensor
 
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.route.reference import _limited
-from moe_compiler.runtime_kernels.weights import are_in_turns
-from moe_compiler.runtime_kernels.weights import WeightLayoutError
+from moe_compiler.runtime_kernels.weights import WeightLayoutError, are_in_turns
 from tests.gpu.cases import GPT_OSS, Case, biases_of, routing, weights_of
 
 pytestmark = pytest.mark.gpu
