@@ -102,8 +102,7 @@ def gate_up_tile(
             tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
             block = load_matrix(matrix, safe, 0, k0, 2 * column, H, 2 * INTER, BK, 2 * BN, GATE_H, GATE_I, WIDE, BOX)
             both = multiply(tile, block, both, SWAP, PRECISION)
-        # Neighbouring columns are held by one thread.
-        gates, ups = tl.split(tl.reshape(upright(both, SWAP), (BM, BN, 2)))
+        both = upright(both, SWAP)
     elif JOINED:
         both = zero_tile(BM, 2 * BN, False)
         for k0 in range(0, depth, BK):
@@ -140,23 +139,33 @@ def gate_up_tile(
     trigger(PDL)
     if weights is not None:
         scale = tl.load(weights + pair, mask=ok, other=0.0).to(tl.float32)
-        gates *= scale[:, None]
     n = column + tl.arange(0, BN)
     keep = ok[:, None] & (n < INTER)[None, :]
     real = (n < INTER) & (expert < E)
-    at = 2 * n if TURNS else n
-    if gate_bias is not None:
-        gates += bias_row(gate_bias, safe, at, real, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
+    if TURNS:
+        # Neighbours are loaded at once, of the bias too, and are held by one thread, so telling them apart is free.
+        if weights is not None:
+            both *= scale[:, None]
+        if gate_bias is not None:
+            m = 2 * column + tl.arange(0, 2 * BN)
+            known = (m < 2 * INTER) & (expert < E)
+            both += bias_row(gate_bias, safe, m, known, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
+        gates, ups = tl.split(tl.reshape(both, (BM, BN, 2)))
+    else:
+        if weights is not None:
+            gates *= scale[:, None]
+        if gate_bias is not None:
+            gates += bias_row(gate_bias, safe, n, real, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
     value = activation(gates, ACTIVATION, ALPHA, LIMIT)
     if GATED:
-        if weights is not None:
+        if weights is not None and not TURNS:
             ups *= scale[:, None]
         # The bias of packed weights is packed as they are.
         if up_bias is not None:
             ups += bias_row(up_bias, safe, n, real, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)[None, :]
-        if UP_SHIFT > 0:
+        if UP_SHIFT > 0 and not TURNS:
             if gate_bias is not None:
-                at += UP_SHIFT
+                at = n + UP_SHIFT
                 ups += bias_row(gate_bias, safe, at, real, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
         value *= shifted(ups, LIMIT, SHIFT)
     tl.store(act + r.to(tl.int64)[:, None] * INTER + n[None, :], value.to(DTYPE), mask=keep)
@@ -338,28 +347,27 @@ def gate_up_few_kernel(
                     ups = dot_step(ups, up_matrix, row, n, k0, H, INTER, BK, BN, UP_I, UP_H, WIDE)
         trigger(PDL)
         total = tl.sum(gates, 1)
-        if TURNS:
-            total, total_up = tl.split(tl.reshape(total, (BN, 2)))
-        at = 2 * n if TURNS else n
         if weights is not None:
             scale = tl.load(weights + pair).to(tl.float32)
             total *= scale
         if gate_bias is not None:
-            total += bias_row(gate_bias, expert, at, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)
+            total += bias_row(gate_bias, expert, m, m < LAST, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)
+        if TURNS:
+            total, total_up = tl.split(tl.reshape(total, (BN, 2)))
         value = activation(total, ACTIVATION, ALPHA, LIMIT)
         if GATED:
             if not TURNS:
                 total_up = tl.sum(ups, 1)
-            if weights is not None:
-                total_up *= scale
-            if up_bias is not None:
-                total_up += bias_row(up_bias, expert, n, n < INTER, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)
-            if UP_SHIFT > 0:
-                if gate_bias is not None:
-                    at += UP_SHIFT
-                    total_up += bias_row(
-                        gate_bias, expert, at, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE
-                    )
+                if weights is not None:
+                    total_up *= scale
+                if up_bias is not None:
+                    total_up += bias_row(up_bias, expert, n, n < INTER, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)
+                if UP_SHIFT > 0:
+                    if gate_bias is not None:
+                        at = n + UP_SHIFT
+                        total_up += bias_row(
+                            gate_bias, expert, at, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE
+                        )
             value *= shifted(total_up, LIMIT, SHIFT)
         tl.store(out, value.to(DTYPE), mask=n < INTER)
     else:
