@@ -20,6 +20,7 @@ from moe_compiler.critical_path import Timing, timing
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.report import BranchRecord, DagRecord
+from moe_compiler.runtime_kernels.weights import num_experts, preact_size
 
 __all__ = [
     "block_sizes",
@@ -146,11 +147,11 @@ def stage_sizes(node: Node) -> dict[str, int]:
         sizes["k"] = named["k"]
     for name in ("gate", "down"):
         if isinstance(named.get(name), (list, tuple)) and named[name]:
-            first = named[name][0].meta["val"]
-            sizes["E"] = int(first.shape[0]) if first.dim() == 3 else len(named[name])
-            sizes["w"] = first.element_size()
+            kept = [node.meta["val"] for node in named[name]]
+            sizes |= {"E": int(num_experts(kept)), "w": kept[0].element_size()}
     if named.get("gate"):
-        width = last("gate", -2) * (2 if named.get("up") else 1)
+        gate, up = ([node.meta["val"] for node in named.get(name, ())] for name in ("gate", "up"))
+        width = int(preact_size(gate, up))
         sizes |= {"N": width, "H": last("gate", -1), "I": width // 2 if named.get("gated", True) else width}
     if named.get("down"):
         sizes |= {"H": last("down", -2), "I": last("down", -1)}

@@ -20,6 +20,7 @@ from moe_compiler.inline import named_arguments, write_out
 from moe_compiler.moe_ir import Level, is_moepdl, op_name
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 from moe_compiler.runtime_kernels.route.reference import route_backward
+from moe_compiler.runtime_kernels.weights import are_in_turns, num_experts
 
 __all__ = ["BLOCK", "expand_stages"]
 
@@ -69,9 +70,8 @@ class _Expansion:
         self.node.graph.erase_node(self.node)
 
 
-def _experts_count(gate: list[Node]) -> int:
-    first = gate[0].meta["val"]
-    return int(first.shape[0]) if first.dim() == 3 else len(gate)
+def _values(nodes: list[Node]) -> list[torch.Tensor]:
+    return [node.meta["val"] for node in nodes]
 
 
 def _expand_experts(node: Node, *, saving: bool) -> None:
@@ -81,7 +81,7 @@ def _expand_experts(node: Node, *, saving: bool) -> None:
     k = int(a["ids"].meta["val"].shape[1])
     at_input = a["weights"] if a["weight_at"] == "input" else None
     at_output = a["weights"] if a["weight_at"] == "output" else None
-    order = e.stage("order", a["ids"], _experts_count(a["gate"]))
+    order = e.stage("order", a["ids"], int(num_experts(_values(a["gate"]))))
     perm, starts = e.item(order, 0), e.item(order, 1)
     weights = (a["gate"], a["up"], a["gate_bias"], a["up_bias"])
     first = e.stage("gate_up", a["x"], at_input, perm, starts, *weights, k, a["activation"], a["gated"], save)
@@ -102,7 +102,7 @@ def _expand_experts_backward(node: Node) -> None:
     at_output = a["weight_at"] == "output"
     results: list[Any] = [None] * 8
     scores = weights if at_output else None
-    attributes = (k, a["activation"], a["gated"])
+    attributes = (k, a["activation"], a["gated"], are_in_turns(_values(a["gate"])))
     first = e.stage("grad_act", a["grad_y"], scores, a["preact"], perm, starts, a["down"], a["down_bias"], *attributes)
     grad_preact = e.item(first, 0)
     if need_down:

@@ -63,6 +63,13 @@ def _unpacked(nodes: list[Node], packing: str, dim: int) -> tuple[list[Node], li
     return parts
 
 
+def _in_turns(node: Node) -> Node:
+    """[E, 2I, ..] with gate and up in turns as [E, 2, I, ..], a view whose halves are neighbours in memory."""
+    experts, both, *rest = map(int, node.meta["val"].shape)
+    pairs = insert(node, _aten.view.default, (node, [experts, both // 2, 2, *rest]))
+    return insert(node, _aten.transpose.int, (pairs, 1, 2))
+
+
 class _Raising:
     """The matches of one graph, raised one after the other; operands that an earlier one replaced are followed."""
 
@@ -217,7 +224,12 @@ class _Raising:
             for role in ("gate_bias", "up_bias", "down_bias"):
                 flat = [_flat_bias(self.now(n)) for n in getattr(match, role)]
                 lists[role] = [_cast(n, spec.compute_dtype) for n in flat]
-            if not match.up and spec.packing != "gate_up":
+            packed = len(lists["gate"]) == 1 and lists["gate"][0].meta["val"].dim() == 3
+            if not match.up and spec.packing == "interleaved" and packed:
+                for role in ("gate", "gate_bias"):
+                    lists[role] = [_in_turns(n) for n in lists[role]]
+            elif not match.up and spec.packing != "gate_up":
+                # Up before gate: no stride leads back, so they become two tensors. So do tensors of one expert each.
                 lists["gate"], lists["up"] = _unpacked(lists["gate"], spec.packing, -2)
                 lists["gate_bias"], lists["up_bias"] = _unpacked(lists["gate_bias"], spec.packing, -1)
             attributes = (spec.activation, spec.gated, weight_at, spec.dtype)

@@ -1,7 +1,8 @@
 """The biases of all experts of one projection, in the layouts that models keep them in.
 
 An operator takes a list of tensors: none at all (no bias), one [E, out] (packed), or E vectors [out] (one an expert).
-Strides are free: `bias[:, ::2]` is the packed bias of every other row. Nothing is copied.
+Strides are free: `bias[:, ::2]` is the packed bias of every other row. Nothing is copied. The bias of gate and up in
+turns is [E, 2, I], as its weights are [E, 2, I, in] (see `weights`).
 """
 
 from __future__ import annotations
@@ -11,26 +12,31 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.weights import WeightLayoutError
+from moe_compiler.runtime_kernels.weights import WeightLayoutError, in_turns, stored_in_turns
 
 
 class ExpertBiases:
     """A view of a list of expert biases as E vectors [out].
 
     experts, size   E and out
-    is_packed       one 2-D tensor, not one tensor an expert
+    is_packed       one 2-D or 3-D tensor, not one tensor an expert
+    turns           a vector is that of gate and up in turns: the list held a 3-D tensor
+    tensors         the list; a packed tensor is 2-D here, in the order of its memory
     Raises WeightLayoutError when the list is of no known form; `check` compares the tensors of a list.
     """
 
-    __slots__ = ("dtype", "experts", "is_packed", "size", "tensors", "what")
+    __slots__ = ("dtype", "experts", "is_packed", "size", "tensors", "turns", "what")
 
     def __init__(self, tensors: Sequence[Tensor], what: str = "expert biases") -> None:
+        self.turns = tensors[0].dim() == 3
+        if self.turns:
+            tensors = [stored_in_turns(tensor, what) for tensor in tensors]
         first = tensors[0]
         self.what, self.tensors, self.dtype = what, tensors, first.dtype
         self.is_packed = first.dim() == 2
         if first.dim() not in (1, 2):
             raise WeightLayoutError(
-                f"{what}: expected one tensor [E, out] or E tensors [out], got shape {tuple(first.shape)}"
+                f"{what}: expected one tensor [E, out] or [E, 2, I], or E tensors [out], got shape {tuple(first.shape)}"
             )
         if self.is_packed and len(tensors) != 1:
             raise WeightLayoutError(f"{what}: a packed 2-D tensor must come alone, got {len(tensors)} tensors")
@@ -46,6 +52,10 @@ class ExpertBiases:
                     f"{self.what}: expert {e} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, expert 0 "
                     f"is {tuple(first.shape)} {first.dtype} on {first.device}; all experts must agree"
                 )
+
+    def as_given(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors like `tensors` in the shape of the list that this is a view of, views."""
+        return [in_turns(tensor, 1) for tensor in tensors] if self.turns else tensors
 
     def vector(self, expert: int) -> Tensor:
         """The bias [out] of one expert, a view."""

@@ -62,18 +62,22 @@ class TooManyError(ValueError):
 class Matrix:
     """The weights of one projection as kernels take them.
 
-    operand   the packed tensor, or the int64 table of the experts' addresses when `table`
+    operand   the packed tensor as it was given, or the int64 table of the experts' addresses when `table`
+    shape     (E, out, in)
     stride    elements from expert to expert (0 with a table); out, inner: strides of a matrix [out, in]
     aligned   every address is a multiple of 16 bytes; wide: offsets inside a matrix pass 32 bits
+    turns     rows (out) are those of gate and up in turns
     """
 
     operand: Tensor
+    shape: tuple[int, int, int]
     stride: int
     out: int
     inner: int
     table: bool
     aligned: bool
     wide: bool
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,8 +218,10 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
     check_dtype(weights.dtype, what)
     out, inner = weights.strides
     wide = reaches_far((weights.out, weights.inner), (out, inner))
+    shape = (weights.experts, weights.out, weights.inner)
     if weights.is_packed:
-        return Matrix(tensors[0], weights.expert_stride, out, inner, False, True, wide)
+        # The tensor itself, not the view of it: a chain that binds its launches knows its operands by identity.
+        return Matrix(tensors[0], shape, weights.expert_stride, out, inner, False, True, wide, weights.turns)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
     if written or _record is not None or torch.cuda.is_current_stream_capturing():
         table = _write_table(tensors)
@@ -226,16 +232,18 @@ def matrix(tensors: Sequence[Tensor], what: str, *, written: bool = False) -> Ma
         _ready_writer(weights.device)
         if _trace is not None:
             _trace.constants.append(table)
-    return Matrix(table, 0, out, inner, True, aligned, wide)
+    return Matrix(table, shape, 0, out, inner, True, aligned, wide)
 
 
 def vector(tensors: Sequence[Tensor] | None, what: str, *, written: bool = False) -> Vector:
     """Expert biases, or gradients that are to be `written`, as kernels take them. Raises WeightLayoutError."""
     if not tensors:
         return NO_BIAS
-    if ExpertBiases(tensors, what).is_packed:
-        check_dtype(tensors[0].dtype, what)
-        return Vector(tensors[0], tensors[0].stride(0), tensors[0].stride(1), False)
+    biases = ExpertBiases(tensors, what)
+    if biases.is_packed:
+        check_dtype(biases.dtype, what)
+        stored = biases.tensors[0]
+        return Vector(tensors[0], stored.stride(0), stored.stride(1), False)
     listed = matrix(as_columns(tensors), what, written=written)
     return Vector(listed.operand, 0, listed.out, True)
 
@@ -267,7 +275,7 @@ def _ready_writer(device: torch.device) -> None:
     _write_table([torch.empty(16, device=device)])
 
 
-def box(weights: Sequence[Tensor], what: Matrix, rows: int, inner_rows: bool, block: tuple[int, int]) -> Any:
+def box(what: Matrix, rows: int, inner_rows: bool, block: tuple[int, int]) -> Any:
     """A tensor descriptor over the stored rows of all experts, or None where the layout does not allow one.
 
     rows        stored rows of an expert's matrix (the dimension that is not contiguous)
@@ -277,13 +285,13 @@ def box(weights: Sequence[Tensor], what: Matrix, rows: int, inner_rows: bool, bl
     if what.table or what.operand.element_size() != 2 or capability(what.operand.device) < 90:
         return None
     step, unit = (what.inner, what.out) if inner_rows else (what.out, what.inner)
-    tensor = weights[0]
-    columns = tensor.shape[1] if inner_rows else tensor.shape[2]
+    tensor, (experts, out, inner) = what.operand, what.shape
+    columns = out if inner_rows else inner
     if unit != 1 or step % 8 or step < columns or what.stride != rows * step or tensor.data_ptr() % 16:
         return None
     if max(block) > 256:
         return None
-    return TensorDescriptor(tensor, [tensor.shape[0] * rows, columns], [step, 1], list(block))
+    return TensorDescriptor(tensor, [experts * rows, columns], [step, 1], list(block))
 
 
 def laid_out(descriptor: TensorDescriptor) -> LaidOutDescriptor:

@@ -211,7 +211,8 @@ _KERNELS = _table(
             tiled=True,
         ),
     ),
-    # -> grad_preact [S,N], act [S,I] (times w), grad_weights [T,k] fp32 (optional);  attrs: k, activation, gated
+    # -> grad_preact [S,N], act [S,I] (times w), grad_weights [T,k] fp32 (optional);  attrs: k, activation, gated,
+    #   turns (False): the columns of grad_preact are those of gate and up in turns, as the rows of their weights are
     Kernel(
         "grad_act",
         "grad_act",

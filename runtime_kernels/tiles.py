@@ -23,6 +23,7 @@ __all__ = [
     "TileTable",
     "check_tile",
     "choose_tile",
+    "columns_tile",
     "fitted",
     "parse_tile",
     "slots",
@@ -221,6 +222,38 @@ def fitted(kernel: str, tile: Tile, sizes: tuple[int, int]) -> Tile:
     parts = 2 if kernel == "gate_up" else 1
     least = _LEAST_SWAPPED if tile.swap else _LEAST_SIDE
     return replace(tile, cols=_narrowed(columns, tile.cols, tile.rows / parts, least))
+
+
+# For few tokens, in bytes: what must be in flight to keep the memory of an H200 busy, what one program has of it at
+# most, what a step loads where there are many programs and where there are not, and a line of the cache.
+_IN_FLIGHT, _OF_A_PROGRAM = 5 << 20, 1 << 16
+_STEP, _LARGE_STEP = 1 << 13, 1 << 14
+_LINE, _LEAST_PIECE = 128, 32
+
+
+def columns_tile(columns: int, depth: int, times: int, parts: int = 1, width: int = 2) -> Tile:
+    """The tile of `gate_up_few` or `down_few` where a matrix's columns are what is contiguous in memory.
+
+    columns   that a program may take neighbours of, of each of `parts` matrices that it reads
+    depth     of the sum over a column; times: how often the columns are divided among programs (pairs or tokens)
+    width     bytes of an element
+    A piece of a row is a line of the cache. Narrower ones cost a part of the memory's rate, and are taken only where
+    the programs would be too few to have enough bytes in flight.
+    """
+
+    def programs(piece: int) -> int:
+        return max(times, 1) * -(-columns // (piece // width))
+
+    piece = _LINE
+    while piece > _LEAST_PIECE and programs(piece) * _OF_A_PROGRAM < _IN_FLIGHT:
+        piece //= 2
+    many = programs(piece) >= 2 * HOPPER_MULTIPROCESSORS
+    step = _STEP if many else _LARGE_STEP
+    rows = step // (piece * parts)
+    while rows > 16 and rows // 2 >= depth:
+        rows //= 2
+    ahead = min(-(-_IN_FLIGHT // (programs(piece) * step)), _OF_A_PROGRAM // step)
+    return Tile(1, piece // width, rows, warps=4 if many else 8, stages=1 + max(3, ahead))
 
 
 def _narrowed(size: int, side: int, other: float, least: int) -> int:

@@ -1,7 +1,12 @@
 """The weights of all experts of one projection, in any of the layouts that models keep them in.
 
 An operator takes a list of tensors: one 3-D tensor [E, out, in] (packed) or E 2-D tensors [out, in] (one an expert).
-Strides are free: `[E, H, 2I].transpose(1, 2)` is a packed [E, 2I, H] tensor. Nothing is copied, ever. Device kernels
+Strides are free: `[E, H, 2I].transpose(1, 2)` is a packed [E, 2I, H] tensor. Nothing is copied, ever.
+
+gate and up in turns, as rows of one packed tensor, are a 4-D tensor [E, 2, I, in], half 0 gate and half 1 up: the view
+`in_turns` of [E, 2I, in]. In memory the rows of gate and up are still neighbours, and kernels load them as one block.
+
+Device kernels
 reach the experts through a base address and a stride (packed) or through a table of addresses that is looked up by
 the addresses themselves at each call, so weights that move are seen.
 """
@@ -28,7 +33,9 @@ class ExpertWeights:
 
     experts      E
     out, inner   sizes of a matrix (out, in)
-    is_packed    one 3-D tensor, not one tensor an expert
+    is_packed    one 3-D or 4-D tensor, not one tensor an expert
+    turns        the rows of a matrix are those of gate and up in turns: the list held a 4-D tensor
+    tensors      the list; a packed tensor is 3-D here, in the order of its memory
     strides      (stride of out, stride of in) in elements, the same for every expert
     expert_stride  elements from one expert to the next when packed, else 0
     dtype, device
@@ -46,6 +53,7 @@ class ExpertWeights:
         "out",
         "strides",
         "tensors",
+        "turns",
         "what",
     )
 
@@ -53,6 +61,10 @@ class ExpertWeights:
         if not tensors:
             raise WeightLayoutError(f"{what}: the list of weights is empty")
         first = tensors[0]
+        self.turns = first.dim() == 4
+        if self.turns:
+            tensors = [stored_in_turns(tensor, what) for tensor in tensors]
+            first = tensors[0]
         self.what = what
         self.tensors = tensors
         self.dtype = first.dtype
@@ -67,7 +79,8 @@ class ExpertWeights:
             return
         if first.dim() != 2:
             raise WeightLayoutError(
-                f"{what}: expected one tensor [E, out, in] or E tensors [out, in], got shape {tuple(first.shape)}"
+                f"{what}: expected one tensor [E, out, in] or [E, 2, I, in], or E tensors [out, in], "
+                f"got shape {tuple(first.shape)}"
             )
         self.experts = len(tensors)
         self.out, self.inner = first.shape
@@ -123,8 +136,12 @@ class ExpertWeights:
         return self.tensors[0].unbind(0) if self.is_packed else self.tensors
 
     def empty_like(self) -> list[Tensor]:
-        """Uninitialised tensors with the shapes and, where dense, the strides of the weights."""
+        """Uninitialised tensors with the shapes and, where dense, the strides of `tensors`."""
         return [torch.empty_like(tensor) for tensor in self.tensors]
+
+    def as_given(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors like `tensors` in the shape of the list that this is a view of, views."""
+        return [in_turns(tensor, 1) for tensor in tensors] if self.turns else tensors
 
     def pointers(self) -> Tensor:
         """int64 [E] on the weights' device: the address of each expert's first element. Cached by address.
@@ -150,14 +167,38 @@ class ExpertWeights:
         return table
 
 
+def in_turns(packed: Tensor, dim: int) -> Tensor:
+    """[.., 2I, ..] with gate and up in turns along `dim` -> [.., 2, I, ..], a view: gate first, then up."""
+    return packed.unflatten(dim, (packed.shape[dim] // 2, 2)).transpose(dim, dim + 1)
+
+
+def stored_in_turns(halves: Tensor, what: str) -> Tensor:
+    """[E, 2, I, ..] -> the [E, 2I, ..] that it is the view `in_turns` of. Raises WeightLayoutError if it is none."""
+    _, two, rows, *_ = halves.shape
+    _, half, row, *_ = halves.stride()
+    if two != 2 or (rows > 1 and row != 2 * half):
+        raise WeightLayoutError(
+            f"{what}: shape {tuple(halves.shape)} with strides {halves.stride()} is not gate and up in turns, which "
+            "has two halves, and twice the stride of the halves from row to row. Give other layouts as one tensor "
+            "[E, 2I, ..] with gate before up, or as two tensors"
+        )
+    return halves.transpose(1, 2).flatten(1, 2)
+
+
 def num_experts(weights: Sequence[Tensor]) -> int:
     """E of a list of expert weights (also for fake tensors; no check of the layout)."""
-    return weights[0].shape[0] if weights[0].dim() == 3 else len(weights)
+    return weights[0].shape[0] if weights[0].dim() > 2 else len(weights)
+
+
+def are_in_turns(gate: Sequence[Tensor]) -> bool:
+    """Whether a list of weights holds gate and up in turns (also for fake tensors; no check of the layout)."""
+    return gate[0].dim() == 4
 
 
 def out_size(weights: Sequence[Tensor]) -> int:
     """Rows (out) of one expert's matrix."""
-    return weights[0].shape[-2]
+    first = weights[0]
+    return first.shape[-2] * (2 if first.dim() == 4 else 1)
 
 
 def in_size(weights: Sequence[Tensor]) -> int:

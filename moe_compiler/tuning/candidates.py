@@ -57,12 +57,14 @@ class Work:
 
     sizes      of the block: k, E, H, I, N and w, the bytes of an element
     boxes      whether the weights can be read through tensor descriptors
+    columns    whether the columns of the weights (their rows, as [out, in]) are what is contiguous in memory
     """
 
     kernel: str
     sizes: Mapping[str, int]
     tokens: int
     boxes: bool
+    columns: bool = False
 
     @property
     def pairs(self) -> int:
@@ -198,8 +200,10 @@ def _router(work: Work, limits: Limits) -> Iterator[Tile]:
 
 def _few(work: Work, limits: Limits) -> Iterator[Tile]:
     inner = work.sizes["H" if work.kernel == "gate_up_few" else "I"]
-    for depth in _powers(128, min(4096, _power(inner))):
-        for cols in _powers(1, 32):
+    # What is contiguous in memory must be so in a tile.
+    deepest, sides = (512, (16 // work.parts, 128)) if work.columns else (4096, (1, 32))
+    for depth in _powers(min(16 if work.columns else 128, _power(inner)), min(deepest, _power(inner))):
+        for cols in _powers(*sides):
             if not 1024 <= cols * depth <= 8192:
                 continue
             for warps in (2, 4, 8):
@@ -332,6 +336,7 @@ def _estimate_streaming(work: Work, tile: Tile, limits: Limits) -> float:
             parts * tile.cols * tile.depth * 2 * (min(4, -(-inner // tile.depth)) if tile.stages == 1 else tile.stages)
         )
         moved *= -(-inner // tile.depth) * tile.depth / inner
+        moved /= _PIECES.get(parts * tile.cols, 1.0) if work.columns else 1.0
     resident = _resident(work, tile, limits)
     waves = programs / (resident * limits.multiprocessors)
     busy = min(1.0, waves)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -62,30 +62,38 @@ class Tuning:
         return {f"{o.task.kernel} {tile}": why for o in self.outcomes for tile, why in o.dropped.items()}
 
 
+# The weights that a kernel reads.
+_READS = {
+    "gate_up": ("gate", "up"),
+    "gate_up_few": ("gate", "up"),
+    "down": ("down",),
+    "down_few": ("down",),
+    "grad_act": ("down",),
+    "grad_pairs": ("gate", "up"),
+}
+
+
+def _read(name: str, stored: Mapping[str, Stored]) -> list[Stored]:
+    return [stored[weight] for weight in _READS.get(name, ()) if weight in stored]
+
+
 @dataclass
 class _Boxes:
     """Which kernels can read their weights through tensor descriptors."""
 
     stored: Mapping[str, Stored]
     capability: int
-    reads: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "gate_up": ("gate", "up"),
-            "down": ("down",),
-            "grad_act": ("down",),
-            "grad_pairs": ("gate", "up"),
-        }
-    )
 
     def __call__(self, name: str) -> bool:
-        read = [self.stored[weight] for weight in self.reads.get(name, ()) if weight in self.stored]
+        read = _read(name, self.stored)
         return self.capability >= 90 and bool(read) and all(map(self._one, read))
 
     @staticmethod
     def _one(stored: Stored) -> bool:
-        if len(stored.shape) != 3 or stored.count != 1:
+        if len(stored.shape) not in (3, 4) or stored.count != 1:
             return False
-        (_, out, inner), (expert, step, unit) = stored.shape, stored.stride
+        (out, inner), (step, unit) = stored.matrix
+        expert = stored.stride[0]
         if unit != 1:
             step, unit, out, inner = unit, step, inner, out
         return unit == 1 and step % 8 == 0 and step >= inner and expert == out * step
@@ -103,14 +111,16 @@ def tasks_of(
     program: Program, sizes: Mapping[str, int], weights: Sequence[Stored], tokens: Sequence[int], limits: Limits
 ) -> list[Task]:
     """The kernels of a chain that may be tuned, at each of these numbers of tokens."""
-    boxes = _Boxes({stored.name: stored for stored in weights}, limits.capability)
+    by_name = {stored.name: stored for stored in weights}
+    boxes = _Boxes(by_name, limits.capability)
     found: list[Task] = []
     for count in sorted(tokens):
         variant = program.variant_for(count)
         for name in dict.fromkeys(launch.kernel for launch in variant.launches):
             if not kernel(name).traits.tiled or not _known(name, sizes):
                 continue
-            pool = tuple(candidates(Work(name, sizes, count, boxes(name)), limits))
+            columns = any(stored.columns for stored in _read(name, by_name))
+            pool = tuple(candidates(Work(name, sizes, count, boxes(name), columns), limits))
             if pool:
                 found.append(Task(name, count, pool))
     return found

@@ -57,12 +57,28 @@ class Stored:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def matrix(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Sizes and strides of an expert's matrix [out, in]; of gate and up in turns, [E, 2, I, in], of both."""
+        if len(self.shape) == 4:
+            return (self.shape[1] * self.shape[2], self.shape[3]), (self.stride[1], self.stride[3])
+        return (self.shape[-2], self.shape[-1]), (self.stride[-2], self.stride[-1])
+
+    @property
+    def columns(self) -> bool:
+        """Whether the rows (out) are nearer to each other in memory than the columns."""
+        step, unit = self.matrix[1]
+        return step < unit
+
     def __str__(self) -> str:
-        """`gate=rows`: a matrix's rows are contiguous; `columns`, `strided`; `/4096`: their step, if not dense."""
-        (rows, columns), (step, unit) = self.shape[-2:], self.stride[-2:]
+        """`gate=rows`: a matrix's rows are contiguous; `columns`, `strided`; `/4096`: their step, if not dense.
+
+        `turns:`: its rows are those of gate and up in turns.
+        """
+        (rows, columns), (step, unit) = self.matrix
         how = "rows" if unit == 1 else "columns" if step == 1 else "strided"
         dense, own = {"rows": (columns, step), "columns": (rows, unit), "strided": (0, step)}[how]
-        listed = "list:" if len(self.shape) == 2 else ""
+        listed = {2: "list:", 4: "turns:"}.get(len(self.shape), "")
         return f"{self.name}={listed}{how}{'' if dense == own else f'/{own}'}"
 
 

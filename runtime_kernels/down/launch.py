@@ -25,7 +25,7 @@ from moe_compiler.runtime_kernels.launching import (
     tile_for,
     vector,
 )
-from moe_compiler.runtime_kernels.tiles import Tile, slots
+from moe_compiler.runtime_kernels.tiles import Tile, columns_tile, slots
 
 
 def scatter_product(
@@ -33,7 +33,7 @@ def scatter_product(
     left: Tensor,
     perm: Tensor,
     starts: Tensor,
-    parts: Sequence[tuple[Sequence[Tensor], Matrix]],
+    parts: Sequence[Matrix],
     inner: bool,
     tile: Tile,
     pdl: bool,
@@ -52,12 +52,12 @@ def scatter_product(
     box_rows = 0
     stored_rows_run_over_k = False
     if tile.tma and depth % tile.depth == 0:
-        for tensors, what in parts:
+        for what in parts:
             transposed = what.inner != 1
             stored_rows_run_over_k = inner == transposed
             box_rows = depth if stored_rows_run_over_k else columns
             block = (tile.depth, tile.cols) if stored_rows_run_over_k else (tile.cols, tile.depth)
-            boxes.append(box(tensors, what, box_rows, transposed, block))
+            boxes.append(box(what, box_rows, transposed, block))
         if None in boxes:
             boxes, box_rows = [], 0
     if tile.instead is not None:
@@ -91,9 +91,9 @@ def scatter_product(
             start(scatter_product_specialised_kernel, programs, operands, (rows,), sizes, pdl=pdl, warps=tile.warps)
             return
         return scatter_product(pairs, left, perm, starts, parts, inner, tile.instead, pdl, bias)
-    first, second = parts[0][1], parts[-1][1]
+    first, second = parts[0], parts[-1]
     strides = [(m.inner, m.out) if inner else (m.out, m.inner) for m in (first, second)]
-    given = boxes or [what.operand for _, what in parts]
+    given = boxes or [what.operand for what in parts]
     tiles = slots(rows, experts, tile.rows)
     constants = {
         "E": experts,
@@ -141,9 +141,8 @@ def down(
     """pairs [S,H] in pair order from act [S,I] in sorted row order, perm, starts, down; rows of no expert are zero."""
     pairs, starts = outs["pairs"], ins["starts"]
     tile = tile or tile_for("down", pairs, starts, (ins["act"].shape[1], pairs.shape[1]))
-    parts = [(ins["down"], matrix(ins["down"], "down"))]
     bias = vector(ins.get("down_bias"), "down_bias")
-    scatter_product(pairs, ins["act"], ins["perm"], starts, parts, True, tile, pdl, bias)
+    scatter_product(pairs, ins["act"], ins["perm"], starts, [matrix(ins["down"], "down")], True, tile, pdl, bias)
 
 
 def down_few(
@@ -157,7 +156,9 @@ def down_few(
     down, bias = matrix(ins["down"], "down"), vector(ins.get("down_bias"), "down_bias")
     tokens, hidden = y.shape
     size = act.shape[1]
-    if tile is None:
+    if tile is None and down.out < down.inner:
+        tile = columns_tile(hidden, size, tokens, width=y.element_size())
+    elif tile is None:
         # With a token or two, narrow programs, or the device is not filled; and a short loop is unrolled.
         depth = min(1024 if tokens <= 2 else 256, power_of_two(size))
         unrolled = tokens <= 2 and ids.shape[1] * size <= 32 * depth
@@ -166,7 +167,7 @@ def down_few(
         "ID_T": ids.stride(0),
         "ID_K": ids.stride(1),
         "K": ids.shape[1],
-        "E": len(ins["down"]) if down.table else ins["down"][0].shape[0],
+        "E": down.shape[0],
         "H": hidden,
         "INTER": size,
         "DOWN_E": down.stride,

@@ -1,7 +1,8 @@
 """gate and up that take turns in the columns of one stored tensor (gpt-oss): for a CPU, one matrix of both.
 
 As views with every other column neither has a contiguous dimension, so a matrix product would copy it at each call.
-Their common tensor has one. Its product gives gate and up in turns, which costs nothing to tell apart.
+Their common tensor has one. Its product gives gate and up in turns, which costs nothing to tell apart. It is known from
+one 4-D tensor of both, and found behind two views (up before gate has no 4-D tensor).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class InTurns:
 
 def in_turns(gates: ExpertWeights, ups: ExpertWeights | None, added: Biases) -> InTurns | None:
     """gate and up as one, None where they are not neighbours in every row that is stored."""
+    if gates.turns:
+        return InTurns(gates, added.gate, 0)
     if ups is None or not (gates.is_packed and ups.is_packed) or gates.strides != ups.strides or gates.strides[0] != 2:
         return None
     gate, up = gates.tensors[0], ups.tensors[0]

@@ -62,7 +62,22 @@ def check_experts(
         )
     if ids.dtype not in (torch.int32, torch.int64):
         raise ExpertsArgumentError(f"ids must be int32 or int64, got {ids.dtype}")
+    for name, tensors, turns in (
+        ("up", up, 4),
+        ("down", down, 4),
+        ("up_bias", up_bias, 3),
+        ("down_bias", down_bias, 3),
+    ):
+        if tensors and tensors[0].dim() == turns:
+            raise ExpertsArgumentError(
+                f"{name} has shape {tuple(tensors[0].shape)}; gate and gate_bias alone may hold gate and up in turns"
+            )
     gates, downs = ExpertWeights(gate, "gate"), ExpertWeights(down, "down")
+    if gates.turns and (up or not gated):
+        raise ExpertsArgumentError(
+            f"gate is {tuple(gate[0].shape)}, gate and up in turns, but "
+            + ("up weights are given too" if up else "gated is False")
+        )
     parts = [("gate", gates), ("down", downs)]
     ups = ExpertWeights(up, "up") if up else None
     if ups is not None:
@@ -85,6 +100,11 @@ def check_experts(
     if downs.inner != (columns // 2 if gated else columns):
         raise ExpertsArgumentError(
             f"down reads rows of {downs.inner}, gate and up give {columns // 2 if gated else columns} (gated={gated})"
+        )
+    if gate_bias and ExpertBiases(gate_bias, "gate_bias").turns != gates.turns:
+        raise ExpertsArgumentError(
+            f"gate_bias is {tuple(gate_bias[0].shape)}, gate is {tuple(gate[0].shape)}: give both in turns "
+            "([E,2,I] and [E,2,I,H]) or neither"
         )
     if up_bias and not up:
         raise ExpertsArgumentError("up_bias is given without up: the bias of packed weights is gate_bias")

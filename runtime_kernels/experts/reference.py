@@ -214,6 +214,8 @@ def experts_loop_backward(
         grad_act = matmul(grad_out, downs.matrix(expert)).to(compute)
         scaled = grad_act if rows.weight_at_input else grad_act * scale
         grad_hidden, act = activate_backward(preact[begin:end], scaled, activation, gated)
+        if both is not None and gates.turns:
+            grad_hidden = both.joined(grad_hidden)
         if not rows.weight_at_input:
             if pair_sum is not None:
                 pair_sum[rows.pairs[begin:end]] = (act * grad_act).sum(1)
@@ -231,7 +233,7 @@ def experts_loop_backward(
                 grad_up.add(expert, grad_hidden[:, gates.out :], inputs)
         if not need_rows:
             continue
-        if both is not None:
+        if both is not None and not gates.turns:
             grad_rows = matmul(both.joined(grad_hidden), both.weights.matrix(expert)).to(compute)
         else:
             grad_rows = x.new_empty((end - begin, x.shape[1]))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_compiler.runtime_kernels.weights import num_experts
+from moe_compiler.runtime_kernels.weights import are_in_turns, num_experts
 
 _ops = torch.ops.moepdl
 
@@ -67,7 +67,7 @@ def experts_backward(
     inside = weights if weight_at == "input" else None
     outside = weights if weight_at == "output" else None
     grad_preact, act, grad_weights = _ops.grad_act(
-        grad_y, outside, preact, perm, starts, down, down_bias, k, activation, gated
+        grad_y, outside, preact, perm, starts, down, down_bias, k, activation, gated, are_in_turns(gate)
     )
     grad_down = _ops.grad_down(grad_y, act, perm, starts, down, k) if need_down else []
     del act

@@ -86,6 +86,9 @@ def backward(
     grad_act = matmul_experts(grad_out, downs, starts, spans).to(compute)
     scaled = grad_act if at_input else grad_act * rows.scale
     grad_hidden, act = activate_backward(preact, scaled, activation, gated)
+    both = in_turns(gates, ups, added)
+    if both is not None and gates.turns:
+        grad_hidden = both.joined(grad_hidden)
     grad_x = grad_y.new_empty(0)
     grad_weights = grad_y.new_zeros(rows.weights.numel() if need_weights else 0, dtype=compute)
     if need_weights and not at_input:
@@ -116,8 +119,7 @@ def backward(
         if need_up and ups is not None:
             grad_up = _grad_matrices(ups, grad_hidden[:, gates.out :], inputs, starts, spans)
     if need_x or (need_weights and at_input):
-        both = in_turns(gates, ups, added)
-        if both is None:
+        if both is None or gates.turns:
             grad_rows = _grad_rows(grad_hidden, gates, ups, starts, spans)
         else:
             grad_rows = matmul_experts(both.joined(grad_hidden), both.weights, starts, spans)
@@ -157,8 +159,8 @@ def _grad_matrices(weights: ExpertWeights, left: Tensor, right: Tensor, starts: 
     if weights.is_packed:
         found = matmul_gradients(left, right, starts, weights.tensors[0])
         if found is not None:
-            return [found]
+            return weights.as_given([found])
     gradients = WeightGradients(weights.tensors)
     for expert, begin, end in spans:
         gradients.add(expert, left[begin:end], right[begin:end])
-    return gradients.finish()
+    return weights.as_given(gradients.finish())

@@ -71,6 +71,7 @@ def gate_up_tile(
     BOX: tl.constexpr,
     JOINED: tl.constexpr,
     GATED: tl.constexpr,
+    TURNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -91,7 +92,18 @@ def gate_up_tile(
     # The rows of no expert skip the loop: their results are zero.
     depth = tl.where(expert < E, H, 0)
     safe = tl.minimum(expert, E - 1)
-    if JOINED:
+    if TURNS:
+        if BOX > 0:
+            matrix = gate
+        else:
+            matrix = expert_matrix(gate, safe, GATE_E, TABLE, ALIGNED, DTYPE)
+        both = zero_tile(BM, 2 * BN, SWAP)
+        for k0 in range(0, depth, BK):
+            tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
+            block = load_matrix(matrix, safe, 0, k0, 2 * column, H, 2 * INTER, BK, 2 * BN, GATE_H, GATE_I, WIDE, BOX)
+            both = multiply(tile, block, both, SWAP, PRECISION)
+        both = upright(both, SWAP)
+    elif JOINED:
         both = zero_tile(BM, 2 * BN, False)
         for k0 in range(0, depth, BK):
             tile = load_rows(rows, ok, k0 + tl.arange(0, BK), H, H % BK == 0, DTYPE)
@@ -127,20 +139,31 @@ def gate_up_tile(
     trigger(PDL)
     if weights is not None:
         scale = tl.load(weights + pair, mask=ok, other=0.0).to(tl.float32)
-        gates *= scale[:, None]
     n = column + tl.arange(0, BN)
     keep = ok[:, None] & (n < INTER)[None, :]
     real = (n < INTER) & (expert < E)
-    if gate_bias is not None:
-        gates += bias_row(gate_bias, safe, n, real, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
+    if TURNS:
+        # Neighbours are loaded at once, of the bias too, and are held by one thread, so telling them apart is free.
+        if weights is not None:
+            both *= scale[:, None]
+        if gate_bias is not None:
+            m = 2 * column + tl.arange(0, 2 * BN)
+            known = (m < 2 * INTER) & (expert < E)
+            both += bias_row(gate_bias, safe, m, known, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
+        gates, ups = tl.split(tl.reshape(both, (BM, BN, 2)))
+    else:
+        if weights is not None:
+            gates *= scale[:, None]
+        if gate_bias is not None:
+            gates += bias_row(gate_bias, safe, n, real, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
     value = activation(gates, ACTIVATION, ALPHA, LIMIT)
     if GATED:
-        if weights is not None:
+        if weights is not None and not TURNS:
             ups *= scale[:, None]
         # The bias of packed weights is packed as they are.
         if up_bias is not None:
             ups += bias_row(up_bias, safe, n, real, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)[None, :]
-        if UP_SHIFT > 0:
+        if UP_SHIFT > 0 and not TURNS:
             if gate_bias is not None:
                 at = n + UP_SHIFT
                 ups += bias_row(gate_bias, safe, at, real, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)[None, :]
@@ -193,6 +216,7 @@ def gate_up_kernel(
     BOX: tl.constexpr,
     JOINED: tl.constexpr,
     GATED: tl.constexpr,
+    TURNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -210,10 +234,12 @@ def gate_up_kernel(
 
     Biases are added to what the matrices make, where they are not None.
 
-    up        None where gate and up are one matrix: its rows of up lie UP_SHIFT below those of gate BOX       rows an
-    expert of the tensor descriptors `gate` and `up`, or 0: `gate` and `up` are pointers JOINED    `gate` is a
-    descriptor over gate and up, [2E, I, H], whose boxes hold BN rows of each: one product of twice
-              the width, which reads x from shared memory half as often
+    up        None where gate and up are one matrix: its rows of up lie UP_SHIFT below those of gate
+    BOX       rows an expert of the tensor descriptors `gate` and `up`, or 0: `gate` and `up` are pointers
+    TURNS     the rows of that matrix, 2I, are those of gate and up in turns: 2 BN neighbours are one block, and one
+              product of twice the width, which reads x from shared memory half as often
+    JOINED    the same for gate before up: `gate` is a descriptor over both, [2E, I, H], whose boxes hold BN rows of
+              each
     HALVES    a tile with at most BM / 2 rows is computed as one of that height
     """
     wait(PDL)
@@ -225,7 +251,8 @@ def gate_up_kernel(
             x, weights, perm, gate, up, gate_bias, up_bias, act, preact, expert, first, end, column * BN,
             X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT,
             GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE,
-            TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION, BM, BN, BK, SWAP, PDL,
+            TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, TURNS, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION,
+            BM, BN, BK, SWAP, PDL,
         )  # fmt: skip
     else:
         if HALVES:
@@ -234,7 +261,7 @@ def gate_up_kernel(
                     x, weights, perm, gate, up, gate_bias, up_bias, act, preact, expert, first, end, column * BN,
                     X_ROW, K, E, H, INTER, GATE_E, UP_E, GATE_I, GATE_H, UP_I, UP_H, UP_SHIFT,
                     GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE,
-                    TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION,
+                    TABLE, ALIGNED, WIDE, BOX, JOINED, GATED, TURNS, ACTIVATION, ALPHA, LIMIT, SHIFT, PRECISION,
                     BM // 2, BN, BK, SWAP, PDL,
                 )  # fmt: skip
 
@@ -273,6 +300,7 @@ def gate_up_few_kernel(
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
     GATED: tl.constexpr,
+    TURNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -301,17 +329,21 @@ def gate_up_few_kernel(
         else:
             up_matrix = expert_matrix(up, expert, UP_E, TABLE, ALIGNED, DTYPE)
         row = x + token.to(tl.int64) * X_ROW
-        gates = tl.zeros((BN, BK), tl.float32)
+        # Of gate, and besides of up; in turns of both.
+        ROWS: tl.constexpr = 2 * BN if TURNS else BN
+        LAST: tl.constexpr = 2 * INTER if TURNS else INTER
+        m = (tl.program_id(0) % WIDTH) * ROWS + tl.arange(0, ROWS)
+        gates = tl.zeros((ROWS, BK), tl.float32)
         ups = tl.zeros((BN, BK), tl.float32)
         if AHEAD == 0:
             for k0 in tl.static_range(0, H, BK):
-                gates = dot_step(gates, gate_matrix, row, n, k0, H, INTER, BK, BN, GATE_I, GATE_H, WIDE)
-                if GATED:
+                gates = dot_step(gates, gate_matrix, row, m, k0, H, LAST, BK, ROWS, GATE_I, GATE_H, WIDE)
+                if GATED and not TURNS:
                     ups = dot_step(ups, up_matrix, row, n, k0, H, INTER, BK, BN, UP_I, UP_H, WIDE)
         else:
             for k0 in tl.range(0, H, BK, num_stages=AHEAD):
-                gates = dot_step(gates, gate_matrix, row, n, k0, H, INTER, BK, BN, GATE_I, GATE_H, WIDE)
-                if GATED:
+                gates = dot_step(gates, gate_matrix, row, m, k0, H, LAST, BK, ROWS, GATE_I, GATE_H, WIDE)
+                if GATED and not TURNS:
                     ups = dot_step(ups, up_matrix, row, n, k0, H, INTER, BK, BN, UP_I, UP_H, WIDE)
         trigger(PDL)
         total = tl.sum(gates, 1)
@@ -319,20 +351,23 @@ def gate_up_few_kernel(
             scale = tl.load(weights + pair).to(tl.float32)
             total *= scale
         if gate_bias is not None:
-            total += bias_row(gate_bias, expert, n, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)
+            total += bias_row(gate_bias, expert, m, m < LAST, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE)
+        if TURNS:
+            total, total_up = tl.split(tl.reshape(total, (BN, 2)))
         value = activation(total, ACTIVATION, ALPHA, LIMIT)
         if GATED:
-            total_up = tl.sum(ups, 1)
-            if weights is not None:
-                total_up *= scale
-            if up_bias is not None:
-                total_up += bias_row(up_bias, expert, n, n < INTER, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)
-            if UP_SHIFT > 0:
-                if gate_bias is not None:
-                    at = n + UP_SHIFT
-                    total_up += bias_row(
-                        gate_bias, expert, at, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE
-                    )
+            if not TURNS:
+                total_up = tl.sum(ups, 1)
+                if weights is not None:
+                    total_up *= scale
+                if up_bias is not None:
+                    total_up += bias_row(up_bias, expert, n, n < INTER, UP_BIAS_E, UP_BIAS_I, UP_BIAS_TABLE, DTYPE)
+                if UP_SHIFT > 0:
+                    if gate_bias is not None:
+                        at = n + UP_SHIFT
+                        total_up += bias_row(
+                            gate_bias, expert, at, n < INTER, GATE_BIAS_E, GATE_BIAS_I, GATE_BIAS_TABLE, DTYPE
+                        )
             value *= shifted(total_up, LIMIT, SHIFT)
         tl.store(out, value.to(DTYPE), mask=n < INTER)
     else:

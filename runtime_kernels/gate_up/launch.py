@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -19,11 +20,14 @@ from moe_compiler.runtime_kernels.launching import (
     tile_for,
     vector,
 )
-from moe_compiler.runtime_kernels.tiles import Tile, slots
+from moe_compiler.runtime_kernels.tiles import Tile, columns_tile, slots
 
 
 def split_up(gate: list[Any], up: list[Any], gated: bool) -> tuple[Matrix, Matrix, int]:
-    """gate and up as kernels take them, and the rows from gate to up where both are one matrix (else 0)."""
+    """gate and up as kernels take them, and the rows from gate to up where both are one matrix (else 0).
+
+    In turns (`Matrix.turns`) they are neighbours.
+    """
     first = matrix(gate, "gate")
     if not gated:
         return first, first, 0
@@ -32,19 +36,22 @@ def split_up(gate: list[Any], up: list[Any], gated: bool) -> tuple[Matrix, Matri
         if second.table != first.table:
             raise ValueError("gate and up must both be packed or both be one tensor an expert")
         return first, second, 0
-    return first, first, gate[0].shape[-2] // 2
+    return first, first, 1 if first.turns else first.shape[1] // 2
 
 
-def _boxes(
-    gate_list: list[Any], up_list: list[Any], gate: Matrix, up: Matrix, hidden: int, tile: Tile
-) -> tuple[list[Any], int]:
-    """Descriptors of gate and, where it is apart, of up, and their stored rows an expert; none where one is missing."""
+def _boxes(gate: Matrix, up: Matrix | None, tile: Tile) -> tuple[list[Any], int]:
+    """Descriptors of gate and, where it is apart, of up, and their stored rows an expert; none where one is missing.
+
+    A box of gate and up in turns holds a tile's columns of both.
+    """
+    _, out, hidden = gate.shape
     if not tile.tma or hidden % tile.depth:
         return [], 0
     transposed = gate.inner != 1
-    block = (tile.depth, tile.cols) if transposed else (tile.cols, tile.depth)
-    rows = hidden if transposed else gate_list[0].shape[-2]
-    boxes = [box(part, what, rows, transposed, block) for part, what in ((gate_list, gate), (up_list, up)) if part]
+    columns = 2 * tile.cols if gate.turns else tile.cols
+    block = (tile.depth, columns) if transposed else (columns, tile.depth)
+    rows = hidden if transposed else out
+    boxes = [box(part, rows, transposed, block) for part in (gate, up) if part is not None]
     return ([], 0) if None in boxes else (boxes, rows)
 
 
@@ -63,13 +70,14 @@ def gate_up(
     tile = tile or tile_for("gate_up", act, ins["starts"], (hidden, size))
     weights = None if ins["weights"] is None else ins["weights"].contiguous()
     gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
-    boxes, box_rows = _boxes(gate_list, up_list, gate, up, hidden, tile)
+    boxes, box_rows = _boxes(gate, up if up_list else None, tile)
     gate_operand, up_operand = gate.operand, up.operand if up_list else None
     joined = False
     if boxes:
         gate_operand, up_operand = boxes[0], boxes[1] if up_list else None
         transposed = gate.inner != 1
-        joined = gated and not up_list and not transposed and not tile.swap and 2 * tile.cols <= 256
+        chunked = gated and not up_list and not gate.turns
+        joined = chunked and not transposed and not tile.swap and 2 * tile.cols <= 256
         if joined:
             stored = [2 * experts, size, hidden]
             strides = [size * gate.out, gate.out, 1]
@@ -101,6 +109,7 @@ def gate_up(
         "BOX": box_rows,
         "JOINED": joined,
         "GATED": gated,
+        "TURNS": gate.turns,
         **activation_constants(attrs["activation"]),
         "PRECISION": precision(act.dtype),
         "BM": tile.rows,
@@ -141,7 +150,8 @@ def gate_up_few(
 ) -> None:
     """act [S,I] in pair order from x [T,H], ids [T,k], gate, up; rows of ids out of range are zero. For few tokens.
 
-    In the tile, cols counts rows of gate, depth the part of H that a program takes at once.
+    In the tile, cols counts columns of act, which are rows of gate, and depth the part of H that a program takes at
+    once.
     """
     act = outs["act"]
     x, ids, weights = row_major(ins["x"]), ins["ids"], ins["weights"]
@@ -150,7 +160,11 @@ def gate_up_few(
     gate_bias, up_bias = vector(ins.get("gate_bias"), "gate_bias"), vector(ins.get("up_bias"), "up_bias")
     pairs, size = act.shape
     hidden = x.shape[1]
-    if tile is None:
+    if tile is None and gate.out < gate.inner:
+        apart = gated and not gate.turns
+        tile = columns_tile(size if apart else gate.shape[1], hidden, pairs, 2 if apart else 1, act.element_size())
+        tile = replace(tile, cols=tile.cols // 2) if gate.turns else tile
+    elif tile is None:
         # About 2048 elements of gate at once, whole rows where they are that short; a long loop is pipelined instead.
         depth = min(2048, power_of_two(hidden))
         tile = Tile(1, 2048 // depth, depth, warps=2, stages=1 if hidden <= 8 * depth else 3)
@@ -159,7 +173,7 @@ def gate_up_few(
         "ID_T": ids.stride(0),
         "ID_K": ids.stride(1),
         "K": ids.shape[1],
-        "E": len(ins["gate"]) if gate.table else ins["gate"][0].shape[0],
+        "E": gate.shape[0],
         "H": hidden,
         "INTER": size,
         "GATE_E": gate.stride,
@@ -179,6 +193,7 @@ def gate_up_few(
         "ALIGNED": gate.aligned and up.aligned,
         "WIDE": gate.wide or up.wide,
         "GATED": gated,
+        "TURNS": gate.turns,
         **activation_constants(attrs["activation"]),
         "BN": tile.cols,
         "BK": tile.depth,

@@ -37,7 +37,11 @@ def matmul_gate_up(
     expert: int,
     out: Tensor,
 ) -> None:
-    """Write rows @ [gate_e; up_e]^T (+ biases) into out [rows, N]."""
+    """Write rows @ [gate_e; up_e]^T (+ biases) into out [rows, N], gate before up."""
+    if gate.turns:
+        product = matmul(rows, gate.matrix(expert).t(), bias=vector(gate_bias, expert))
+        torch.cat([product[:, ::2], product[:, 1::2]], dim=1, out=out)
+        return
     left = out if up is None else out[:, : gate.out]
     matmul(rows, gate.matrix(expert).t(), out=left, bias=vector(gate_bias, expert))
     if up is not None:

@@ -41,6 +41,7 @@ def finish_piece(
     INTER: tl.constexpr,
     BN: tl.constexpr,
     GATED: tl.constexpr,
+    TURNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -72,11 +73,19 @@ def finish_piece(
     if act is not None:
         tl.store(act + r.to(tl.int64)[:, None] * INTER + n[None, :], total.to(DTYPE), mask=keep)
     if GATED:
-        tl.store(grad_preact + at, (grad * other * slope).to(DTYPE), mask=keep)
+        grad_gate = (grad * other * slope).to(DTYPE)
         grad_up = grad * value
         if LIMIT > 0:
             grad_up = tl.where((up <= LIMIT) & (up >= -LIMIT), grad_up, 0.0)
-        tl.store(grad_preact + INTER + at, grad_up.to(DTYPE), mask=keep)
+        if TURNS:
+            ROWS: tl.constexpr = grad.shape[0]
+            both = tl.reshape(tl.join(grad_gate, grad_up.to(DTYPE)), (ROWS, 2 * BN))
+            c = 2 * n0 + tl.arange(0, 2 * BN)
+            at = r.to(tl.int64)[:, None] * N + c[None, :]
+            tl.store(grad_preact + at, both, mask=ok[:, None] & (c < N)[None, :])
+        else:
+            tl.store(grad_preact + at, grad_gate, mask=keep)
+            tl.store(grad_preact + INTER + at, grad_up.to(DTYPE), mask=keep)
     else:
         tl.store(grad_preact + at, (grad * slope).to(DTYPE), mask=keep)
     return part
@@ -97,6 +106,7 @@ def finish(
     BM: tl.constexpr,
     BN: tl.constexpr,
     GATED: tl.constexpr,
+    TURNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -108,18 +118,18 @@ def finish(
     if PIECES == 1:
         part = finish_piece(
             grad, r, n0, ok, known, scale, preact, grad_preact, act,
-            INTER, BN, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM,
+            INTER, BN, GATED, TURNS, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM,
         )  # fmt: skip
     else:
         HALF: tl.constexpr = BN // 2
         left, right = tl.split(tl.permute(tl.reshape(grad, (BM, 2, HALF)), (0, 2, 1)))
         part = finish(
             left, r, n0, ok, known, scale, preact, grad_preact, act,
-            INTER, BM, HALF, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM, PIECES // 2,
+            INTER, BM, HALF, GATED, TURNS, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM, PIECES // 2,
         )  # fmt: skip
         part += finish(
             right, r, n0 + HALF, ok, known, scale, preact, grad_preact, act,
-            INTER, BM, HALF, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM, PIECES // 2,
+            INTER, BM, HALF, GATED, TURNS, ACTIVATION, ALPHA, LIMIT, SHIFT, SUM, PIECES // 2,
         )  # fmt: skip
     return part
 
@@ -152,6 +162,7 @@ def grad_act_tile(
     WIDE: tl.constexpr,
     BOX: tl.constexpr,
     GATED: tl.constexpr,
+    TURNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -192,7 +203,7 @@ def grad_act_tile(
     known = ok & (expert < E)
     part = finish(
         upright(grad, SWAP), r, n0, ok, known, scale, preact, grad_preact, act,
-        INTER, BM, BN, GATED, ACTIVATION, ALPHA, LIMIT, SHIFT, sums is not None, PIECES,
+        INTER, BM, BN, GATED, TURNS, ACTIVATION, ALPHA, LIMIT, SHIFT, sums is not None, PIECES,
     )  # fmt: skip
     if sums is not None:
         tl.store(sums + column.to(tl.int64) * S + pair, part, mask=ok)
@@ -225,6 +236,7 @@ def grad_act_kernel(
     WIDE: tl.constexpr,
     BOX: tl.constexpr,
     GATED: tl.constexpr,
+    TURNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -250,7 +262,7 @@ def grad_act_kernel(
     if end - first > (BM // 2 if HALVES else 0):
         grad_act_tile(
             grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S,
-            Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION,
+            Y_ROW, K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, TURNS, ACTIVATION,
             ALPHA, LIMIT, SHIFT, PRECISION, BM, BN, BK, SWAP, PIECES, PDL,
         )  # fmt: skip
     else:
@@ -258,7 +270,7 @@ def grad_act_kernel(
             if first < end:
                 grad_act_tile(
                     grad_y, weights, preact, perm, down, grad_preact, act, sums, expert, first, end, column, S, Y_ROW,
-                    K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, ACTIVATION,
+                    K, E, H, INTER, DOWN_E, DOWN_H, DOWN_I, TABLE, ALIGNED, WIDE, BOX, GATED, TURNS, ACTIVATION,
                     ALPHA, LIMIT, SHIFT, PRECISION, BM // 2, BN, BK, SWAP, PIECES, PDL,
                 )  # fmt: skip
 

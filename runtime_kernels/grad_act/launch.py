@@ -29,6 +29,7 @@ def grad_act(
 ) -> None:
     """grad_preact [S,N] and, where given, act [S,I] and grad_weights [T,k] fp32, from grad_y [T,H] of any float dtype.
 
+    attrs["turns"]: the columns of grad_preact are in turns, else gate's come before up's.
     grad_weights takes a second small launch when the intermediate size spans several column tiles, and a third one
     with down_bias.
     """
@@ -53,7 +54,7 @@ def grad_act(
         transposed = down.inner != 1
         block = (tile.cols, tile.depth) if transposed else (tile.depth, tile.cols)
         rows = size if transposed else hidden
-        descriptor = box(ins["down"], down, rows, transposed, block)
+        descriptor = box(down, rows, transposed, block)
         if descriptor is not None:
             down_operand, box_rows = descriptor, rows
     tiles = slots(pairs, experts, tile.rows)
@@ -72,6 +73,7 @@ def grad_act(
         "WIDE": down.wide,
         "BOX": box_rows,
         "GATED": attrs["gated"],
+        "TURNS": attrs.get("turns", False),
         **activation_constants(attrs["activation"]),
         "PRECISION": precision(dtype),
         "BM": tile.rows,

@@ -20,6 +20,7 @@ def _allocate(
     k: int,
     activation: str,
     gated: bool,
+    turns: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens = 0 if weights is None else weights.shape[0]
     return (
@@ -31,6 +32,7 @@ def _allocate(
 
 define_stage(
     "grad_act(Tensor grad_y, Tensor? weights, Tensor preact, Tensor perm, Tensor starts, Tensor[] down, "
-    "Tensor[] down_bias, int k, str activation, bool gated) -> (Tensor grad_preact, Tensor act, Tensor grad_weights)",
+    "Tensor[] down_bias, int k, str activation, bool gated, bool turns=False) "
+    "-> (Tensor grad_preact, Tensor act, Tensor grad_weights)",
     _allocate,
 )

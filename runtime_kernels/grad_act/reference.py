@@ -4,7 +4,7 @@
     with weights (on the output)   grad_act = w * dA',  act output = w * A,
                                    grad_weights[p] = sum_i A * dA' + <grad_y[t], down_bias_e>
     without                        grad_act = dA',  act output = A,  grad_weights [0,k]
-    grad_preact = grad_act through f
+    grad_preact = grad_act through f                  (gate before up, or with `turns` both in turns, as their weights)
 A is computed again from the saved pre-activation, so nothing of size [S,I] is saved between forward and backward.
 """
 
@@ -33,6 +33,7 @@ def grad_act(
     k: int,
     activation: str,
     gated: bool,
+    turns: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> grad_preact [S,N], act [S,I] in preact's dtype, grad_weights [T,k] fp32 (fp64 for fp64).
 
@@ -51,7 +52,7 @@ def grad_act(
         grad_preact, act = activate_backward(preact, grad, activation, gated)
         grad_preact[used:].zero_()
         act[used:].zero_()
-        return grad_preact, act.to(preact.dtype), grad.new_empty((0, k))
+        return _ordered(grad_preact, turns), act.to(preact.dtype), grad.new_empty((0, k))
     pairs = perm.to(torch.int64)
     scale = weights.reshape(-1).index_select(0, pairs).to(compute).unsqueeze(1)
     grad_preact, act = activate_backward(preact, grad * scale, activation, gated)
@@ -64,4 +65,9 @@ def grad_act(
     act.mul_(scale)
     grad_preact[used:].zero_()
     act[used:].zero_()
-    return grad_preact, act.to(preact.dtype), grad_weights.view(weights.shape)
+    return _ordered(grad_preact, turns), act.to(preact.dtype), grad_weights.view(weights.shape)
+
+
+def _ordered(grad_preact: Tensor, turns: bool) -> Tensor:
+    """[S, gate | up] as it is, or with its columns in turns."""
+    return torch.stack(grad_preact.chunk(2, dim=1), dim=2).flatten(1) if turns else grad_preact

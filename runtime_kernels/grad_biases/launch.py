@@ -24,7 +24,7 @@ def _grad(
 ) -> None:
     rows = row_major(rows)
     written = vector(grads, what, written=True)
-    size = grads[0].shape[-1]
+    size = grads[0].shape[-1] if grads[0].dim() < 3 else grads[0].shape[1:].numel()
     columns = min(64, power_of_two(size, 16))
     constants = {
         "ROW": rows.stride(0),
@@ -55,5 +55,6 @@ def grad_gate_up_bias(outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str
     for name, last in (("grad_gate_bias", False), ("grad_up_bias", True)):
         grads = outs.get(name)
         if grads:
+            # Of gate and up in turns the columns of grad_preact are in turns as well, and there is no up_bias.
             first = rows.shape[1] - grads[0].shape[-1] if last else 0
             _grad(grads, name, rows, None, None, starts, first, 1, pdl)

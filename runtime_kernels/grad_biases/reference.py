@@ -21,18 +21,25 @@ class BiasGradients:
 
     def __init__(self, gate: ExpertBiases | None, up: ExpertBiases | None, down: ExpertBiases | None) -> None:
         self.wanted = not gate is up is down is None
-        self.gate, self.up, self.down = (
+        self._gate, self._up, self._down = (
             [torch.zeros_like(t) for t in b.tensors] if b else [] for b in (gate, up, down)
+        )
+        self.gate, self.up, self.down = (
+            b.as_given(grads) if b else []
+            for b, grads in zip((gate, up, down), (self._gate, self._up, self._down), strict=True)
         )
 
     def add(self, expert: int, grad_preact: Tensor, grad_out: Tensor, scale: Tensor | None) -> None:
-        """The gradients of one expert's rows: grad_preact [rows,N], grad_out [rows,H] (times scale [rows,1])."""
-        if self.gate:
-            add_sum(self.gate, expert, grad_preact[:, : self.gate[0].shape[-1]])
-        if self.up:
-            add_sum(self.up, expert, grad_preact[:, -self.up[0].shape[-1] :])
-        if self.down:
-            add_sum(self.down, expert, grad_out if scale is None else grad_out.to(scale.dtype) * scale)
+        """The gradients of one expert's rows: grad_preact [rows,N], grad_out [rows,H] (times scale [rows,1]).
+
+        Of the biases of gate and up in turns the columns of grad_preact are in turns too.
+        """
+        if self._gate:
+            add_sum(self._gate, expert, grad_preact[:, : self._gate[0].shape[-1]])
+        if self._up:
+            add_sum(self._up, expert, grad_preact[:, -self._up[0].shape[-1] :])
+        if self._down:
+            add_sum(self._down, expert, grad_out if scale is None else grad_out.to(scale.dtype) * scale)
 
 
 def add_sum(grads: list[Tensor], expert: int, rows: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_compiler.runtime_kernels.grad_weights.kernel import grad_weights_kernel
 from moe_compiler.runtime_kernels.launching import Matrix, matrix, precision, row_major, start, tile_for
 from moe_compiler.runtime_kernels.tiles import Tile
+from moe_compiler.runtime_kernels.weights import in_size, out_size
 
 
 def _grad(
@@ -88,9 +89,12 @@ def grad_down(
 def grad_gate_up(
     outs: dict[str, Any], ins: dict[str, Any], attrs: dict[str, Any], *, pdl: bool, tile: Tile | None = None
 ) -> None:
-    """grad_gate like gate, grad_up like up (an empty list if up is) from x [T,H] and grad_preact [S,N]."""
+    """grad_gate like gate, grad_up like up (an empty list if up is) from x [T,H] and grad_preact [S,N].
+
+    The columns of grad_preact are in the order of the rows of the weights (see `grad_act`).
+    """
     grad_preact, grads, grads_up = ins["grad_preact"], outs["grad_gate"], outs.get("grad_up")
-    sizes = (grads[0].shape[-2], grads[0].shape[-1])
+    sizes = (out_size(grads), in_size(grads))
     tile = tile or tile_for("grad_gate_up", grad_preact, ins["starts"], (sizes[1], sizes[0]))
     gate = matrix(grads, "grad_gate", written=True)
     common = (ins["x"], ins["weights"], grad_preact, ins, attrs["k"], False)

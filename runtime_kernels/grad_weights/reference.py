@@ -18,15 +18,18 @@ from moe_compiler.runtime_kernels.weights import ExpertWeights, out_size
 
 
 class WeightGradients:
-    """The gradients of one projection while an expert at a time is written; `tensors` is the result."""
+    """The gradients of one projection while an expert at a time is written; `finish` gives the result.
+
+    Of gate and up in turns the columns of `left` are in turns too.
+    """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        like = ExpertWeights(weights)
+        like = self._like = ExpertWeights(weights)
         # A list's gradients are the products themselves: writing them into given memory would be one more pass over
         # it. Until an expert has its gradient, its weight stands in the list.
-        self.tensors = [torch.empty_like(weights[0])] if like.is_packed else list(weights)
+        self.tensors = like.empty_like() if like.is_packed else list(weights)
         self._matrices = self.tensors[0].unbind(0) if like.is_packed else None
-        self._strides = torch.empty_like(weights[0], device="meta").stride()[-2:]
+        self._strides = torch.empty_like(like.tensors[0], device="meta").stride()[-2:]
         self._transposed = self._strides[0] == 1
         self._missing = set(range(like.experts))
 
@@ -45,13 +48,13 @@ class WeightGradients:
         self.tensors[expert] = torch.as_strided(product, product.shape, self._strides)
 
     def finish(self) -> list[Tensor]:
-        """The gradients, zero for the experts that had no rows."""
+        """The gradients like the weights, zero for the experts that had no rows."""
         for expert in self._missing:
             if self._matrices is None:
                 self.tensors[expert] = torch.zeros_like(self.tensors[expert])
             else:
                 self._matrices[expert].zero_()
-        return self.tensors
+        return self._like.as_given(self.tensors)
 
 
 def _gradients(left: Tensor, right: Tensor, starts: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -81,7 +84,10 @@ def grad_gate_up(
     k: int,
     gated: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """x [T,H], grad_preact [S,N] in sorted row order -> gradients like gate, gradients like up (empty if up is)."""
+    """x [T,H], grad_preact [S,N] in sorted row order -> gradients like gate, gradients like up (empty if up is).
+
+    The columns of grad_preact are in the order of the rows of the weights (see `grad_act`).
+    """
     rows = gather_rows(x, weights, perm, k)
     size = out_size(gate)
     grad_gate = _gradients(grad_preact[:, :size], rows, starts, gate)

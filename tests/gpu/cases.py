@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_compiler.runtime_kernels.weights import in_turns, out_size
+
 TOKENS = (1, 2, 3, 17, 128, 1000)
 
 
@@ -15,7 +17,8 @@ class Case:
     """One block: sizes, layout of the weights, data type, routing.
 
     Layouts: packed, transposed (contiguous columns), interleaved (the experts' rows alternate), separate, list,
-    list_packed, turns and turned_columns (gate and up are every other row of one tensor, stored by rows or by columns).
+    list_packed, turns and turned_columns (gate and up in turns in one tensor, stored by rows or by columns), up_first
+    (as turned_columns, but up first: two views).
     """
 
     experts: int
@@ -71,11 +74,13 @@ def weights_of(case: Case, device: str = "cuda") -> tuple[list[Tensor], list[Ten
     up = torch.randn(e, i, h) / h**0.5
     down = torch.randn(e, h, i) / i**0.5
     gate, up, down = (w.to(device=device, dtype=case.dtype) for w in (gate, up, down))
-    if case.layout in ("turns", "turned_columns"):
+    if case.layout in ("turns", "turned_columns", "up_first"):
         both = torch.stack([gate, up], 2).flatten(1, 2)
-        if case.layout == "turned_columns":
+        if case.layout != "turns":
             both, down = both.mT.contiguous().mT, down.mT.contiguous().mT
-        return [both[:, 0::2]], [both[:, 1::2]], [down]
+        if case.layout == "up_first":
+            return [both[:, 1::2]], [both[:, 0::2]], [down]
+        return [in_turns(both, 1)], [], [down]
     if case.layout == "transposed":
         gate, down = (w.mT.contiguous().mT for w in (gate, down))
     if case.layout == "interleaved":  # the experts' rows alternate
@@ -92,10 +97,12 @@ def biases_of(
     """The biases of the three projections, in a layout that goes with the weights'."""
     made: dict[str, list[Tensor]] = {}
     for name, weights in (("gate_bias", gate), ("up_bias", up), ("down_bias", down)):
-        size = weights[0].shape[-2] if weights else 0
+        size = out_size(weights) if weights else 0
         rows = torch.randn(case.experts, size).to(device=device, dtype=case.dtype)
         made[name] = [] if not case.biased or not weights else list(rows.clone()) if len(weights) > 1 else [rows]
     if case.biased and case.layout in ("turns", "turned_columns"):
-        both = torch.stack([made["gate_bias"][0], made["up_bias"][0]], 2).flatten(1, 2)
-        made |= {"gate_bias": [both[:, 0::2]], "up_bias": [both[:, 1::2]]}
+        made["gate_bias"] = [in_turns(made["gate_bias"][0], 1)]
+    if case.biased and case.layout == "up_first":
+        both = torch.stack([made["up_bias"][0], made["gate_bias"][0]], 2).flatten(1, 2)
+        made |= {"gate_bias": [both[:, 1::2]], "up_bias": [both[:, 0::2]]}
     return made

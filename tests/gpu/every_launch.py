@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_compiler.runtime_kernels.order.reference import order, order_count
 from moe_compiler.runtime_kernels.registry import Kernel, kernel
 from moe_compiler.runtime_kernels.tiles import TABLES, Tile
+from moe_compiler.runtime_kernels.weights import are_in_turns
 from tests.gpu.cases import GPT_OSS, Case, biases_of, routing, weights_of
 from tests.runtime_kernels.recorded import DEVICE_KERNELS, ROUTE
 
@@ -73,7 +74,7 @@ def _tiles(block: Block, name: str) -> list[Tile | None]:
 def _launch(block: Block, entry: Kernel, tensors: dict[str, Any], tile: Tile | None) -> Any:
     case, traits = block.case, entry.traits
     attrs: dict[str, Any] = {"k": case.k, "activation": case.activation, "gated": case.gated, "dtype": case.dtype}
-    attrs |= {"save": True, "num_experts": case.experts}
+    attrs |= {"save": True, "num_experts": case.experts, "turns": are_in_turns(tensors["gate"])}
     if entry.name.startswith("route"):
         groups = {"groups": 1, "kept_groups": 1, "group_top": 1}
         attrs |= {**ROUTE, **groups, "k": case.k, "score_dtype": torch.float32}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.route.reference import _limited
-from moe_compiler.runtime_kernels.weights import WeightLayoutError
+from moe_compiler.runtime_kernels.weights import WeightLayoutError, are_in_turns
 from tests.gpu.cases import GPT_OSS, Case, biases_of, routing, weights_of
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +35,11 @@ CASES = [
     Case(300, 16, 64, 32, layout="packed", dtype=torch.float16, tokens=(2, 128)),
     Case(8, 2, 256, 128, activation=GPT_OSS, biased=True),
     Case(32, 4, 288, 288, layout="turned_columns", activation=GPT_OSS, biased=True, routing="skewed"),
+    Case(32, 4, 288, 288, layout="up_first", activation=GPT_OSS, biased=True, tokens=(1, 17, 1000)),
+    Case(
+        3, 2, 50, 35, layout="turned_columns", dtype=torch.float32, weight_at="input", biased=True, tokens=(1, 17, 128)
+    ),
+    Case(4, 2, 256, 192, layout="turned_columns", tokens=(1000,), routing="outside", biased=True),
     Case(16, 4, 256, 192, layout="turns", activation=GPT_OSS, biased=True, tokens=(1, 17, 128, 1000)),
     Case(5, 3, 200, 72, layout="separate", activation="silu(limit=0.5)", biased=True, routing="outside"),
     Case(16, 4, 128, 64, layout="list", activation=GPT_OSS, biased=True, dtype=torch.float16, routing="skewed"),
@@ -188,7 +193,7 @@ def _check_block(case: Case, tokens: int, gate: list[Tensor], up: list[Tensor], 
         {"grad_preact": preact, "act": act}
         | ({"grad_weights": torch.empty(tokens, k, **device)} if outside is not None else {}),
         {"grad_y": grad_y, "weights": outside, "preact": saved["preact"], **expert, **second},
-        {"k": k, **form},
+        {"k": k, **form, "turns": are_in_turns(gate)},
         {"grad_preact": used, "act": used},
     )
     run("grad_down", {"grad_down": down}, {"grad_y": grad_y, "act": grads["act"], **expert, "down": down}, {"k": k})

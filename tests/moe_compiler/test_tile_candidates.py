@@ -128,6 +128,8 @@ def test_neighbours_differ_by_one_step_of_one_field():
     [
         (Stored("gate", 1, "bfloat16", (128, 1536, 2048), (1536 * 2048, 2048, 1)), True),
         (Stored("gate", 1, "bfloat16", (128, 1536, 2048), (1536 * 2048, 1, 1536)), True),
+        (Stored("gate", 1, "bfloat16", (128, 2, 768, 2048), (1536 * 2048, 1, 2, 1536)), True),
+        (Stored("gate", 1, "bfloat16", (128, 2, 768, 2048), (1536 * 2048, 2048, 4096, 1)), True),
         (Stored("gate", 1, "bfloat16", (128, 1536, 2048), (2048, 128 * 2048, 1)), False),
         (Stored("gate", 1, "bfloat16", (128, 768, 2048), (1536 * 2048, 4096, 1)), True),
         (Stored("gate", 1, "bfloat16", (128, 1536, 2044), (1536 * 2044, 2044, 1)), False),
@@ -138,6 +140,22 @@ def test_neighbours_differ_by_one_step_of_one_field():
 def test_weights_that_a_descriptor_can_hold_are_told_from_others(gate, boxes):
     (task,) = tasks_of(forward_program(QWEN), QWEN.named, [gate], (64,), HOPPER)[1:2]
     assert task.kernel == "gate_up" and all(tile.tma == boxes for tile in task.pool)
+
+
+def test_tiles_of_few_tokens_are_wide_where_the_weights_are_contiguous():
+    """A row of a tile is at least 16 neighbours, as columns of a matrix or along its rows."""
+    shape = SHAPES["gpt-oss"]
+    turned = [
+        Stored("gate", 1, "bfloat16", (32, 2, 2880, 2880), (5760 * 2880, 1, 2, 5760)),
+        Stored("down", 1, "bfloat16", (32, 2880, 2880), (2880 * 2880, 1, 2880)),
+    ]
+    plain = [Stored("gate", 1, "bfloat16", (32, 5760, 2880), (5760 * 2880, 2880, 1))]
+    plain.append(Stored("down", 1, "bfloat16", (32, 2880, 2880), (2880 * 2880, 2880, 1)))
+    for weights, side in ((turned, "cols"), (plain, "depth")):
+        tasks = {t.kernel: t.pool for t in tasks_of(forward_program(shape), shape.named, weights, (1,), HOPPER)}
+        for kernel in ("gate_up_few", "down_few"):
+            assert len(tasks[kernel]) > 20
+            assert all(getattr(tile, side) >= (8 if kernel == "gate_up_few" else 16) for tile in tasks[kernel][:20])
 
 
 # Real compilations for sm_90.

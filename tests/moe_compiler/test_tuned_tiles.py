@@ -100,6 +100,11 @@ def test_a_block_is_told_by_sizes_data_type_activation_and_layout():
     for layout, expected in {
         "turned": (Stored("gate", 1, "bfloat16", (8, 128, 128), (128 * 128, 1, 128)), "gate=columns"),
         "in turns": (Stored("gate", 1, "bfloat16", (8, 64, 128), (128 * 128, 256, 1)), "gate=rows/256"),
+        "both in turns": (Stored("gate", 1, "bfloat16", (8, 2, 64, 128), (128 * 128, 128, 256, 1)), "gate=turns:rows"),
+        "both in turns, turned": (
+            Stored("gate", 1, "bfloat16", (8, 2, 64, 128), (128 * 128, 1, 2, 128)),
+            "gate=turns:columns",
+        ),
         "a list": (Stored("gate", 8, "bfloat16", (128, 128), (128, 1)), "gate=list:rows"),
         "a view": (Stored("gate", 1, "bfloat16", (8, 64, 64), (9999, 300, 2)), "gate=strided/300"),
     }.values():

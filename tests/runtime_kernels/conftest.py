@@ -12,8 +12,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compiler.runtime_kernels.activations import parse_activation
+from moe_compiler.runtime_kernels.weights import in_turns, out_size
 
-GATED_LAYOUTS = ("packed", "packed_transposed", "separate", "list", "list_packed", "list_transposed")
+GATED_LAYOUTS = (
+    "packed",
+    "packed_transposed",
+    "separate",
+    "list",
+    "list_packed",
+    "list_transposed",
+    "turns",
+    "turns_transposed",
+)
 # Relative to the norm. The narrow types round the pre-activation, the activation and the down result.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -86,11 +96,13 @@ class Block:
         """gate, up [E,I,H] and down [E,H,I], differentiable in the leaves."""
 
         def stacked(tensors: list[Tensor]) -> Tensor:
-            return tensors[0] if tensors[0].dim() == 3 else torch.stack(tensors)
+            return tensors[0] if tensors[0].dim() > 2 else torch.stack(tensors)
 
         gate, down = stacked(self.gate), stacked(self.down)
         if not self.gated:
             return gate, None, down
+        if gate.dim() == 4:
+            return gate[:, 0], gate[:, 1], down
         if self.up:
             return gate, stacked(self.up), down
         first, second = gate.chunk(2, dim=1)
@@ -102,13 +114,14 @@ class Block:
         def stacked(tensors: list[Tensor], like: Tensor) -> Tensor:
             if not tensors:
                 return like.new_zeros(like.shape[:2])
-            return tensors[0] if tensors[0].dim() == 2 else torch.stack(tensors)
+            return tensors[0] if tensors[0].dim() > 1 else torch.stack(tensors)
 
         gate, up, down = self.logical()
         down_bias = stacked(self.down_bias, down)
         if up is None or self.up or not self.gate_bias:
             return stacked(self.gate_bias, gate), None if up is None else stacked(self.up_bias, up), down_bias
-        first, second = stacked(self.gate_bias, gate).chunk(2, dim=1)
+        both = stacked(self.gate_bias, gate)
+        first, second = both.unbind(1) if both.dim() == 3 else both.chunk(2, dim=1)
         return first, second, down_bias
 
     def dense(self) -> Tensor:
@@ -166,7 +179,8 @@ def _make_block(
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_()
 
-    parts = (2 if layout in ("packed", "packed_transposed", "list_packed", "list_transposed") else 1) if gated else 1
+    turns = layout.startswith("turns")
+    parts = 2 if gated and layout not in ("separate", "list") else 1
     gate = (torch.randn(experts, parts * inner, hidden, dtype=torch.float64) / hidden**0.5).to(dtype)
     down = (torch.randn(experts, hidden, inner, dtype=torch.float64) / inner**0.5).to(dtype)
     up: list[Tensor] = []
@@ -176,7 +190,7 @@ def _make_block(
     if layout.endswith("transposed"):
         gate = gate.transpose(1, 2).contiguous().transpose(1, 2)
         down = down.transpose(1, 2).contiguous().transpose(1, 2)
-    gates, downs = [leaf(gate)], [leaf(down)]
+    gates, downs = [leaf(in_turns(gate, 1) if turns else gate)], [leaf(down)]
     if layout.startswith("list"):
         gates = [leaf(t.clone()) for t in gate]
         downs = [leaf(t.clone()) for t in down]
@@ -184,7 +198,9 @@ def _make_block(
     def bias(name: str, weights: list[Tensor]) -> list[Tensor]:
         if name not in biased or not weights:
             return []
-        rows = torch.randn(experts, weights[0].shape[-2], dtype=torch.float64).to(dtype)
+        rows = torch.randn(experts, out_size(weights), dtype=torch.float64).to(dtype)
+        if turns and name == "gate":
+            return [leaf(in_turns(rows, 1))]
         return [leaf(row.clone()) for row in rows] if layout.startswith("list") else [leaf(rows)]
 
     return Block(

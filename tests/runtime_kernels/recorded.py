@@ -9,6 +9,7 @@ import torch
 from moe_compiler.runtime_kernels.launching import Start, recording
 from moe_compiler.runtime_kernels.registry import kernel, names
 from moe_compiler.runtime_kernels.tiles import Tile
+from moe_compiler.runtime_kernels.weights import in_turns
 
 TOKENS, K, EXPERTS, HIDDEN, INNER = 64, 2, 4, 128, 64
 PAIRS = TOKENS * K
@@ -37,6 +38,7 @@ def operands(
     listed: bool = False,
     *,
     turned: bool = False,
+    turns: bool = False,
     apart: bool = False,
     biases: bool = True,
     gated: bool = True,
@@ -45,7 +47,8 @@ def operands(
 ) -> dict[str, Any]:
     """A tensor, or a list of them, for every name that a kernel reads or writes.
 
-    listed: one tensor an expert; turned: matrices are stored transposed; apart: up is a tensor of its own.
+    listed: one tensor an expert; turned: matrices are stored transposed; turns: gate and up in turns; apart: up is a
+    tensor of its own.
     """
     ints, value = torch.int32, {"dtype": dtype}
 
@@ -58,6 +61,9 @@ def operands(
             return []
         one = torch.zeros(EXPERTS, out, **value)
         return [t.clone() for t in one] if listed else [one]
+
+    def pair(one: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [in_turns(tensor, 1) for tensor in one] if turns and gated else one
 
     apart = apart and gated
     wide = inner if apart or not gated else 2 * inner
@@ -83,16 +89,16 @@ def operands(
         "preact": torch.zeros(PAIRS, columns, **value),
         "grad_preact": torch.zeros(PAIRS, columns, **value),
         "pairs": torch.zeros(PAIRS, hidden, **value),
-        "gate": weights(wide, hidden),
+        "gate": pair(weights(wide, hidden)),
         "up": weights(wide, hidden) if apart else [],
         "down": weights(hidden, inner),
-        "grad_gate": weights(wide, hidden),
+        "grad_gate": pair(weights(wide, hidden)),
         "grad_up": weights(wide, hidden) if apart else [],
         "grad_down": weights(hidden, inner),
-        "gate_bias": vectors(wide),
+        "gate_bias": pair(vectors(wide)),
         "up_bias": vectors(wide) if apart else [],
         "down_bias": vectors(hidden),
-        "grad_gate_bias": vectors(wide),
+        "grad_gate_bias": pair(vectors(wide)),
         "grad_up_bias": vectors(wide) if apart else [],
         "grad_down_bias": vectors(hidden),
     }
@@ -122,11 +128,12 @@ def record_on(
 ) -> list[Start]:
     """The starts of one launch of kernel `name` on these tensors; `attrs` instead of some of the usual ones."""
     traits = kernel(name).traits
+    told = attributes(name, dtype) | {"turns": tensors["gate"][0].dim() == 4} | (attrs or {})
     with recording() as starts:
         kernel(name).launch(
             {key: tensors[key] for key in traits.writes if tensors[key] is not None},
             {key: tensors[key] for key in traits.reads},
-            attributes(name, dtype) | (attrs or {}),
+            told,
             pdl=pdl,
             **options,
         )

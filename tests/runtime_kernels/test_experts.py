@@ -12,8 +12,18 @@ from moe_compiler.runtime_kernels.experts import stages
 from moe_compiler.runtime_kernels.experts.in_turns import in_turns
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.weights import ExpertWeights
+from moe_compiler.runtime_kernels.weights import in_turns as turned
 
-LAYOUTS = ("packed", "packed_transposed", "separate", "list", "list_packed", "list_transposed")
+LAYOUTS = (
+    "packed",
+    "packed_transposed",
+    "separate",
+    "list",
+    "list_packed",
+    "list_transposed",
+    "turns",
+    "turns_transposed",
+)
 ops = torch.ops.moepdl
 
 
@@ -164,6 +174,30 @@ def test_gate_and_up_as_views_of_interleaved_weights(make_block, assert_close, d
     assert_close(bias.grad, wide, dtype, "interleaved bias")
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tokens", [37, 512])
+def test_gate_and_up_in_turns_are_one_tensor(make_block, assert_close, tokens, transposed, operator_calls):
+    """The gradient of the view is that of the stored tensor: nothing is copied, filled with zeros or added."""
+    block = make_block(tokens=tokens, biased=ALL, activation=GPT_OSS, layout="packed")
+    stored, bias = block.gate[0].detach(), block.gate_bias[0].detach()
+    stored = stored.transpose(1, 2).contiguous() if transposed else stored
+    leaf, bias = stored.requires_grad_(), bias.requires_grad_()
+    view = leaf.transpose(1, 2) if transposed else leaf
+    block.gate, block.gate_bias = [turned(view, 1)], [turned(bias, 1)]
+    assert block.gate[0].data_ptr() == leaf.data_ptr()
+    exact = block.double()
+    grad = torch.randn(tokens, 12)
+    y = ops.experts(*block.arguments)
+    with operator_calls() as calls:
+        y.backward(grad)
+    exact.dense().backward(grad.double())
+    got = leaf.grad.transpose(1, 2) if transposed else leaf.grad
+    assert leaf.grad.stride() == leaf.stride()
+    assert_close(got, exact.gate[0].grad.transpose(1, 2).flatten(1, 2), torch.float32, "weights")
+    assert_close(bias.grad, exact.gate_bias[0].grad.transpose(1, 2).flatten(1, 2), torch.float32, "bias")
+    assert not {name for name in calls.names if "slice_backward" in name or "clone" in name or "add" in name}
+
+
 @pytest.mark.parametrize("weight_at", ["output", "input"])
 @pytest.mark.parametrize("layout", ["packed", "separate"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -171,7 +205,7 @@ def test_dtypes(make_block, assert_close, dtype, layout, weight_at):
     check_against_dense(make_block(dtype=dtype, layout=layout, weight_at=weight_at), assert_close)
 
 
-@pytest.mark.parametrize("layout", ["packed", "separate", "list"])
+@pytest.mark.parametrize("layout", ["packed", "separate", "list", "turns"])
 @pytest.mark.parametrize("routing", ["one", "skewed", "outside"])
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
 def test_routings(make_block, assert_close, routing, ids_dtype, layout):
@@ -302,7 +336,21 @@ def test_results_are_the_same_from_run_to_run(make_block):
         ({"gate_bias": [torch.ones(5, 14).double()]}, "gate_bias is torch.float64, x is torch.float32"),
         ({"gate_bias": [torch.ones(14)] * 4 + [torch.ones(13)]}, "gate_bias: expert 4 is"),
         ({"up_bias": [torch.ones(5, 7)]}, "up_bias is given without up: the bias of packed weights is gate_bias"),
-        ({"down_bias": [torch.ones(5, 12, 1)]}, r"down_bias: expected one tensor \[E, out\] or E tensors \[out\]"),
+        ({"down_bias": [torch.ones(5, 12, 1)]}, r"down_bias has shape \(5, 12, 1\); gate and gate_bias alone"),
+        ({"down_bias": [torch.ones(1, 1, 5, 12)]}, r"down_bias: expected one tensor \[E, out\] or \[E, 2, I\], or E"),
+        ({"up": [torch.ones(5, 2, 7, 12)]}, r"up has shape \(5, 2, 7, 12\); gate and gate_bias alone may hold"),
+        ({"gate": [torch.ones(5, 2, 7, 12)]}, "is not gate and up in turns, which has two halves"),
+        ({"gate": [turned(torch.ones(5, 14, 12), 1)], "gated": False}, "up in turns, but gated is False"),
+        (
+            {"gate": [turned(torch.ones(5, 14, 12), 1)], "up": [torch.ones(5, 14, 12)]},
+            r"gate is \(5, 2, 7, 12\), gate and up in turns, but up weights are given too",
+        ),
+        (
+            {"gate": [turned(torch.ones(5, 14, 12), 1)], "gate_bias": [torch.ones(5, 14)]},
+            r"gate_bias is \(5, 14\), gate is \(5, 2, 7, 12\): give both in turns",
+        ),
+        ({"gate_bias": [turned(torch.ones(5, 14), 1)]}, r"gate_bias is \(5, 2, 7\), gate is \(5, 14, 12\)"),
+        ({"gate_bias": [torch.ones(5, 2, 7)]}, r"gate_bias: shape \(5, 2, 7\) with strides \(14, 7, 1\) is not gate"),
         ({"activation": "tanh"}, "activation 'tanh' is not known; use one of silu"),
         ({"weight_at": "middle"}, "weight_at 'middle' is not known; use one of output, input"),
         ({"x": torch.ones(3, 4, 12)}, r"x must be \[T,H\], got shape \(3, 4, 12\)"),
@@ -329,7 +377,9 @@ def test_errors(make_block, change, message):
         ops.experts(*block.arguments)
 
 
-@pytest.mark.parametrize(("layout", "tokens"), [("packed_transposed", 6), ("list", 6), ("packed", 0)])
+@pytest.mark.parametrize(
+    ("layout", "tokens"), [("packed_transposed", 6), ("list", 6), ("packed", 0), ("turns_transposed", 6)]
+)
 @pytest.mark.parametrize("biased", [(), ALL])
 def test_opcheck(make_block, layout, tokens, biased):
     block = make_block(layout=layout, tokens=tokens, biased=biased)
@@ -342,7 +392,7 @@ def test_opcheck(make_block, layout, tokens, biased):
         torch.library.opcheck(ops.experts_backward.default, (torch.ones_like(block.x), *tail, needs))
 
 
-@pytest.mark.parametrize("layout", ["packed", "list"])
+@pytest.mark.parametrize("layout", ["packed", "list", "turns"])
 def test_compiled_with_dynamic_tokens(make_block, layout):
     """One graph serves every T, forward and backward: the fakes do not specialise."""
     graphs = []

@@ -65,15 +65,15 @@ def test_float64_is_refused_by_name() -> None:
 def test_a_descriptor_needs_stored_rows_without_gaps() -> None:
     weights = torch.zeros(4, 64, 128, dtype=torch.bfloat16)
     with recording():
-        assert box([weights], matrix([weights], "gate"), 64, False, (32, 64)) is not None
+        assert box(matrix([weights], "gate"), 64, False, (32, 64)) is not None
         gaps = torch.zeros(4, 80, 128, dtype=torch.bfloat16)[:, :64]
-        assert box([gaps], matrix([gaps], "gate"), 64, False, (32, 64)) is None
+        assert box(matrix([gaps], "gate"), 64, False, (32, 64)) is None
         wide = weights.float()
-        assert box([wide], matrix([wide], "gate"), 64, False, (32, 64)) is None
+        assert box(matrix([wide], "gate"), 64, False, (32, 64)) is None
         turned = weights.transpose(1, 2)
-        assert box([turned], matrix([turned], "gate"), 64, True, (32, 64)) is not None
+        assert box(matrix([turned], "gate"), 64, True, (32, 64)) is not None
         listed = list(weights.unbind())
-        assert box(listed, matrix(listed, "gate"), 64, False, (32, 64)) is None
+        assert box(matrix(listed, "gate"), 64, False, (32, 64)) is None
 
 
 def test_more_pairs_than_are_counted_is_an_error() -> None:

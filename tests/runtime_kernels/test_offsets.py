@@ -23,7 +23,11 @@ HIDDEN, INNER, FAR = 65536, 40960, 1 << 30
 LEAST = 4096
 # 32-bit products that are right: at most ORDER_FEW pairs times experts.
 SMALL = {"order_kernel"}
-LAYOUTS: dict[str, dict[str, bool]] = {"packed": {}, "list apart": {"listed": True, "apart": True}}
+LAYOUTS: dict[str, dict[str, bool]] = {
+    "packed": {},
+    "list apart": {"listed": True, "apart": True},
+    "turned turns": {"turned": True, "turns": True},
+}
 
 
 def large(name: str, layout: dict[str, bool]) -> dict[str, Any]:
@@ -42,8 +46,8 @@ def large(name: str, layout: dict[str, bool]) -> dict[str, Any]:
             far["grad_weights"] = torch.empty_strided((TOKENS, K), (1, FAR))
         for key in ("gate_bias", "up_bias", "down_bias", "grad_gate_bias", "grad_up_bias", "grad_down_bias"):
             if tensors[key]:
-                size = tensors[key][0].shape[-1]
-                shape, step = ((size,), (FAR,)) if layout else ((EXPERTS, size), (1, FAR))
+                shape = tensors[key][0].shape
+                step = {1: (FAR,), 2: (1, FAR), 3: (1, FAR, 2 * FAR)}[len(shape)]
                 far[key] = [torch.empty_strided(shape, step, dtype=torch.bfloat16) for _ in tensors[key]]
     written = {"route": ("ids",), "router_logits": ("logits",)}.get(name, ())
     return tensors | {key: value for key, value in far.items() if key not in written}

@@ -22,18 +22,19 @@ def stage_calls(block):
     inside = b.weights if b.weight_at == "input" else None
     outside = b.weights if b.weight_at == "output" else None
     attrs = (k, b.activation, b.gated)
+    turns = b.gate[0].dim() == 4
     perm, starts = ops.order(b.ids, 5)
     act, preact = ops.gate_up(b.x, inside, perm, starts, b.gate, b.up, b.gate_bias, b.up_bias, *attrs, True)
     pairs = ops.down(act, perm, starts, b.down, b.down_bias)
     grad_y = torch.randn_like(b.x)
-    grad_preact, acted, _ = ops.grad_act(grad_y, outside, preact, perm, starts, b.down, b.down_bias, *attrs)
+    grad_preact, acted, _ = ops.grad_act(grad_y, outside, preact, perm, starts, b.down, b.down_bias, *attrs, turns)
     return [
         (ops.order, (b.ids, 5)),
         (ops.gate_up, (b.x, inside, perm, starts, b.gate, b.up, b.gate_bias, b.up_bias, *attrs, True)),
         (ops.gate_up, (b.x, inside, perm, starts, b.gate, b.up, b.gate_bias, b.up_bias, *attrs, False)),
         (ops.down, (act, perm, starts, b.down, b.down_bias)),
         (ops.combine, (pairs, outside, k, b.dtype)),
-        (ops.grad_act, (grad_y, outside, preact, perm, starts, b.down, b.down_bias, *attrs)),
+        (ops.grad_act, (grad_y, outside, preact, perm, starts, b.down, b.down_bias, *attrs, turns)),
         (ops.grad_down, (grad_y, acted, perm, starts, b.down, k)),
         (ops.grad_gate_up, (b.x, inside, grad_preact, perm, starts, b.gate, b.up, k, b.gated)),
         (ops.grad_down_bias, (grad_y, outside, perm, starts, b.down_bias or [b.down[0].new_ones(5, 12)], k)),
@@ -44,13 +45,17 @@ def stage_calls(block):
 
 
 @pytest.mark.parametrize("tokens", [6, 0])
-@pytest.mark.parametrize(("layout", "weight_at"), [("packed_transposed", "output"), ("list", "input")])
+@pytest.mark.parametrize(
+    ("layout", "weight_at"), [("packed_transposed", "output"), ("list", "input"), ("turns_transposed", "output")]
+)
 def test_opcheck(make_block, layout, weight_at, tokens):
     for op, arguments in stage_calls(make_block(layout=layout, weight_at=weight_at, tokens=tokens, routing="outside")):
         torch.library.opcheck(op.default, arguments)
 
 
-@pytest.mark.parametrize(("layout", "weight_at"), [("packed", "output"), ("separate", "input"), ("list", "output")])
+@pytest.mark.parametrize(
+    ("layout", "weight_at"), [("packed", "output"), ("separate", "input"), ("list", "output"), ("turns", "output")]
+)
 def test_fakes_add_no_guard_on_the_tokens(make_block, layout, weight_at):
     """T is a symbol in every input that has it; no fake may ask for its value."""
     tokens, pairs = 37, 74

@@ -22,6 +22,7 @@ from moe_compiler.runtime_kernels.tiles import (
     TileError,
     check_tile,
     choose_tile,
+    columns_tile,
     fitted,
     parse_tile,
 )
@@ -191,6 +192,23 @@ def test_a_gradient_of_small_matrices_has_tiles_of_their_size():
     found = fitted("grad_down", tile, (2048, 64))
     assert (found.rows, found.cols) == (128, 64)
     assert fitted("grad_gate_up", tile, (64, 32)) == replace(tile, rows=64, cols=32)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("times", [1, 2, 4, 32])
+@pytest.mark.parametrize(("columns", "depth"), [(5760, 2880), (2880, 2880), (768, 2048), (8, 5), (28672, 4096)])
+def test_pieces_of_columns_are_lines_of_the_cache_where_enough_is_in_flight(columns, depth, times, parts, width):
+    tile = columns_tile(columns, depth, times, parts, width)
+    check_tile("gate_up_few", tile, tiled())
+    piece, programs = tile.cols * width, times * -(-columns // tile.cols)
+    step = parts * piece * tile.depth
+    assert 32 <= piece <= 128 and tile.depth <= max(16, 2 * depth)
+    # The next wider piece leaves too few programs for what the memory needs, as each has 64 KiB in flight at most.
+    assert piece == 128 or times * -(-columns // (2 * tile.cols)) << 16 < 5 << 20
+    assert (tile.stages - 1) * step <= 1 << 16
+    if columns >= 2880 and programs << 16 >= 5 << 20:
+        assert (tile.stages - 1) * step * programs >= 5 << 20
 
 
 def test_the_tile_for_float32_is_the_tables():

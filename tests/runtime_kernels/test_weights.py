@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_compiler.runtime_kernels.weights import ExpertWeights, WeightLayoutError, preact_size
+from moe_compiler.runtime_kernels.weights import (
+    ExpertWeights,
+    WeightLayoutError,
+    are_in_turns,
+    in_turns,
+    num_experts,
+    out_size,
+    preact_size,
+)
 
 
 def test_packed():
@@ -20,6 +28,33 @@ def test_packed():
 def test_packed_and_transposed():
     weights = ExpertWeights([torch.randn(4, 3, 6).transpose(1, 2)])
     assert (weights.out, weights.inner, weights.strides) == (6, 3, (1, 6))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gate_and_up_in_turns(transposed):
+    tensor = torch.randn(4, 3, 6).transpose(1, 2) if transposed else torch.randn(4, 6, 3)
+    halves = in_turns(tensor, 1)
+    assert torch.equal(halves[:, 0], tensor[:, ::2]) and torch.equal(halves[:, 1], tensor[:, 1::2])
+    weights = ExpertWeights([halves])
+    assert weights.turns and weights.is_packed and (weights.experts, weights.out, weights.inner) == (4, 6, 3)
+    assert (weights.expert_stride, *weights.strides) == tensor.stride()
+    assert weights.tensors[0].data_ptr() == tensor.data_ptr() and torch.equal(weights.matrix(2), tensor[2])
+    (given,) = weights.as_given(weights.empty_like())
+    assert (
+        (given.shape, given.stride())
+        == (halves.shape, halves.stride())
+        == (halves.shape, torch.empty_like(halves).stride())
+    )
+    assert (num_experts([halves]), out_size([halves]), preact_size([halves], [])) == (4, 6, 6)
+    assert are_in_turns([halves]) and not are_in_turns([tensor])
+
+
+@pytest.mark.parametrize("sizes", [(1, 6, 3), (4, 2, 3), (4, 6, 1), (1, 2, 1)])
+def test_gate_and_up_in_turns_of_sizes_of_one(sizes):
+    tensor = torch.randn(sizes)
+    weights = ExpertWeights([in_turns(tensor, 1)])
+    assert weights.turns and torch.equal(weights.tensors[0], tensor)
+    assert ExpertWeights([torch.empty_like(in_turns(tensor, 1))]).out == sizes[1]
 
 
 def test_one_tensor_an_expert():
@@ -56,7 +91,18 @@ def test_gradients_have_the_strides_of_the_weights():
     [
         ([], "gate: the list of weights is empty"),
         ([torch.ones(2, 3, 4), torch.ones(2, 3, 4)], "gate: a packed 3-D tensor must come alone, got 2 tensors"),
-        ([torch.ones(3)], r"gate: expected one tensor \[E, out, in\] or E tensors \[out, in\], got shape \(3,\)"),
+        (
+            [torch.ones(3)],
+            r"gate: expected one tensor \[E, out, in\] or \[E, 2, I, in\], or E tensors.*, got shape \(3,\)",
+        ),
+        (
+            [torch.ones(2, 3, 4, 5)],
+            r"gate: shape \(2, 3, 4, 5\) with strides \(60, 20, 5, 1\) is not gate and up in turns",
+        ),
+        (
+            [torch.ones(2, 2, 4, 5)],
+            r"gate: shape \(2, 2, 4, 5\) with strides \(40, 20, 5, 1\) is not gate and up in turns",
+        ),
         ([torch.ones(3, 4), torch.ones(3, 5)], r"gate: expert 1 has shape \(3, 5\) and strides \(5, 1\)"),
         ([torch.ones(3, 4), torch.ones(4, 3).t()], r"gate: expert 1 has shape \(3, 4\) and strides \(1, 3\)"),
         ([torch.ones(3, 4), torch.ones(3, 4).double()], "gate: expert 1 is torch.float64 on cpu, expert 0 is"),

@@ -25,6 +25,8 @@ LAYOUTS: dict[str, dict[str, bool]] = {
     "packed": {},
     "list": {"listed": True},
     "turned": {"turned": True},
+    "turns": {"turns": True},
+    "turned turns": {"turned": True, "turns": True},
     "apart": {"apart": True},
     "list apart": {"listed": True, "apart": True},
 }
