@@ -224,11 +224,12 @@ def fitted(kernel: str, tile: Tile, sizes: tuple[int, int]) -> Tile:
     return replace(tile, cols=_narrowed(columns, tile.cols, tile.rows / parts, least))
 
 
-# For few tokens, in bytes: what must be in flight to keep the memory of an H200 busy, what one program has of it at
-# most, what a step loads where there are many programs and where there are not, and a line of the cache.
-_IN_FLIGHT, _OF_A_PROGRAM = 5 << 20, 1 << 16
-_STEP, _LARGE_STEP = 1 << 13, 1 << 14
+# Of a kernel whose programs read pieces of rows. Measured on an H200 with gpt-oss-20b's layout at one, two and four
+# tokens (docs/benchmarks/tiles.json): two programs a multiprocessor are worth more than whole lines of the cache, and a
+# program that has the multiprocessor nearly to itself reads more at a time.
+_PROGRAMS, _MANY_PROGRAMS = 2 * HOPPER_MULTIPROCESSORS, 4 * HOPPER_MULTIPROCESSORS
 _LINE, _LEAST_PIECE = 128, 32
+_STEP, _LARGE_STEP = 1 << 13, 1 << 14
 
 
 def columns_tile(columns: int, depth: int, times: int, parts: int = 1, width: int = 2) -> Tile:
@@ -238,22 +239,20 @@ def columns_tile(columns: int, depth: int, times: int, parts: int = 1, width: in
     depth     of the sum over a column; times: how often the columns are divided among programs (pairs or tokens)
     width     bytes of an element
     A piece of a row is a line of the cache. Narrower ones cost a part of the memory's rate, and are taken only where
-    the programs would be too few to have enough bytes in flight.
+    the programs would be too few.
     """
 
     def programs(piece: int) -> int:
         return max(times, 1) * -(-columns // (piece // width))
 
     piece = _LINE
-    while piece > _LEAST_PIECE and programs(piece) * _OF_A_PROGRAM < _IN_FLIGHT:
+    while piece > _LEAST_PIECE and programs(piece) < _PROGRAMS:
         piece //= 2
-    many = programs(piece) >= 2 * HOPPER_MULTIPROCESSORS
-    step = _STEP if many else _LARGE_STEP
-    rows = step // (piece * parts)
+    large = piece > _LEAST_PIECE and programs(piece) < _MANY_PROGRAMS
+    rows = (_LARGE_STEP if large else _STEP) // (piece * parts)
     while rows > 16 and rows // 2 >= depth:
         rows //= 2
-    ahead = min(-(-_IN_FLIGHT // (programs(piece) * step)), _OF_A_PROGRAM // step)
-    return Tile(1, piece // width, rows, warps=4 if many else 8, stages=1 + max(3, ahead))
+    return Tile(1, piece // width, rows, warps=8 if large else 4, stages=4)
 
 
 def _narrowed(size: int, side: int, other: float, least: int) -> int:
