@@ -30,7 +30,6 @@ class Transport:
     floor_us       no exchange takes less
     shares         by CTAs (0: none), the share of the link's bandwidth that it reaches
     beside         by CTAs, how fast kernels run while it sends: 1 as if alone, 0 not at all
-    overlaps       whether anything can run beside it
     whole_slots    it sends whole slices of slots, used or not, since the host knows no counts
     packs          rows are copied together first, on the way out
     between_nodes  it works between nodes, too
@@ -38,11 +37,10 @@ class Transport:
 
     name: str
     call_us: float
-    shares: Mapping[int, float]
-    beside: Mapping[int, float]
+    shares: Mapping[int, float] = field(hash=False)
+    beside: Mapping[int, float] = field(hash=False)
     peer_us: float = 0.0
     floor_us: float = 0.0
-    overlaps: bool = True
     whole_slots: bool = False
     packs: bool = False
     between_nodes: bool = False
@@ -141,7 +139,7 @@ def _transport(name: str, fields: dict[str, Any], gbs: float) -> Transport:
             raise ValueError(f"{name}.{key} is empty")
         return dict(sorted(found.items()))
 
-    flags = ("overlaps", "whole_slots", "packs", "between_nodes")
+    flags = ("whole_slots", "packs", "between_nodes")
     for key in flags:
         if not isinstance(fields.get(key, True), bool):
             raise ValueError(f"{name}.{key} is {fields[key]!r}, not true or false")

@@ -100,9 +100,7 @@ class Traffic:
             "remote": self.total_tokens - self.tokens,
         }[part.source] / part.of
         hit = (1.0 - (1.0 - self.chances) ** seen[:, None]).sum(1)
-        return Load(
-            float(self.slots(part)), self.reach * seen, self.chances.sum(1) * seen, hit, self.experts
-        )
+        return Load(float(self.slots(part)), self.reach * seen, self.chances.sum(1) * seen, hit, self.experts)
 
 
 def owners(experts: int, ranks: int, placement: str) -> Tensor:
