@@ -85,10 +85,15 @@ class Choice:
         if not same:
             text = f"{self.best.us:.1f} us against {self.plain.us:.1f} without overlap ({self.plain.way.label})"
         elif overlapped:
-            text = f"no overlap gains {FORK_JOIN_US:g} us; best {overlapped[0].us:.1f} us ({overlapped[0].way.label})"
+            text = (
+                f"nothing that overlaps gains more than {FORK_JOIN_US:g} us; "
+                f"the best takes {overlapped[0].us:.1f} us ({overlapped[0].way.label})"
+            )
         else:
             text = "there is nothing to overlap"
-        second = next((each for each in others if each.way.order == self.best.way.order), None)
+        best = self.best.way
+        alike = (each for each in others if (each.way.order, each.way.chunks) == (best.order, best.chunks))
+        second = next((each for each in alike if each.way.transports != best.transports), None)
         return text if second is None else f"{text}; next by transport {second.us:.1f} us ({second.way.label})"
 
 
@@ -114,7 +119,8 @@ class _Case:
 
     def outcomes(self, order: str, chunks: int, usable: Sequence[Carrier]) -> list[Outcome]:
         """The times of an order by every pair of transports, those with the same operations at once."""
-        group, found = self.group, []
+        group = self.group
+        found: list[Outcome] = []
         for packs in (False, True):
             out = [each for each in usable if each.transport.packs == packs]
             ways = [Way(there, back, order, chunks) for there in out for back in usable]
@@ -154,7 +160,8 @@ def choose(block: Block, group: Group, direction: str) -> Choice:
     if not usable:
         raise ValueError(f"no transport of {group.table.device} works between nodes")
     case = _Case(block, group, direction)
-    by_order, every = [], {}
+    by_order: list[Outcome] = []
+    every: dict[Way, Outcome] = {}
     for order, chunks in orders(block, group.traffic, direction):
         outcomes = case.outcomes(order, chunks, usable)
         every |= {outcome.way: outcome for outcome in outcomes}

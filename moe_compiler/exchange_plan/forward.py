@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from moe_compiler.exchange_plan.builder import Builder, in_part
 from moe_compiler.exchange_plan.operation import Rows
-from moe_compiler.exchange_plan.traffic import Part
 from moe_compiler.runtime_kernels.chain.program import Launch
 
 __all__ = ["forward"]

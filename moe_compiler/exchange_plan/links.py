@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -146,13 +146,19 @@ def _transport(name: str, fields: dict[str, Any], gbs: float) -> Transport:
     unknown = set(fields) - {"about", "call_us", "peer_us", "floor_us", "rates_gbs", "beside", *flags}
     if unknown:
         raise ValueError(f"{name} has unknown entries: {', '.join(sorted(unknown))}")
-    made = Transport(
-        name, number("call_us", 0.0), by_ctas("rates_gbs", 1e-9, 1e9, gbs), by_ctas("beside", 0.0, 1.0, 1.0)
-    )
-    if set(made.shares) != set(made.beside):
+    shares, beside = by_ctas("rates_gbs", 1e-9, 1e9, gbs), by_ctas("beside", 0.0, 1.0, 1.0)
+    if set(shares) != set(beside):
         raise ValueError(f"{name}: rates_gbs and beside are for different numbers of CTAs")
-    optional = {key: number(key, 0.0) for key in ("peer_us", "floor_us") if key in fields}
-    return replace(made, origins=origins, **optional, **{key: fields[key] for key in flags if key in fields})
+    return Transport(
+        name,
+        number("call_us", 0.0),
+        shares,
+        beside,
+        peer_us=number("peer_us", 0.0) if "peer_us" in fields else 0.0,
+        floor_us=number("floor_us", 0.0) if "floor_us" in fields else 0.0,
+        origins=origins,
+        **{key: fields[key] for key in flags if key in fields},
+    )
 
 
 def _number(what: str, pair: Any, least: float, most: float = float("inf")) -> float:

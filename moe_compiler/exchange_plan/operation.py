@@ -43,6 +43,11 @@ class Way:
     chunks: int = 1
 
     @property
+    def transports(self) -> tuple[str, str]:
+        """The names of both transports."""
+        return self.out.transport.name, self.home.transport.name
+
+    @property
     def order_label(self) -> str:
         """For a reader: "local rows first"."""
         return {
