@@ -16,7 +16,7 @@ from moe_compiler.exchange_plan.operation import Op, Rows, Way
 from moe_compiler.exchange_plan.traffic import Load, Part, Traffic
 from moe_compiler.runtime_kernels.chain.program import Launch
 
-__all__ = ["Block", "Builder"]
+__all__ = ["Block", "Builder", "in_part", "shared_us"]
 
 # Kernels that work on every slot, and those that compute live rows only but fill the others with zeros.
 _BY_SLOT = frozenset({"order", "order_count", "order_scatter", "combine", "grad_input_weights"})
@@ -97,20 +97,14 @@ class Builder:
 
     def shared(self, half: int, *, backward: bool = False) -> None:
         """Half of the shared expert: gate and up, or down; in the backward down's two gradients, or gate's and up's."""
-        width, hidden = self.block.shared, self.block.sizes.hidden
-        if not width:
+        if not self.block.shared:
             return
-        first, second = (hidden, 2 * width), (width, hidden)
-        if backward:
-            made, inner, outer = (("shared_grad_down", *second), ("shared_grad_gate_up", *first))[half]
-            buffers = (("grad_y", "shared_grad_act"), ("shared_grad_act", "shared_grad_x"))[half]
-        else:
-            made, inner, outer = (("shared_gate_up", *first), ("shared_down", *second))[half]
-            buffers = (("x", "shared_act"), ("shared_act", "shared_y"))[half]
-        rows, products = self.traffic.tokens, 2 if backward else 1
-        moved = (inner * outer + rows * (inner + outer)) * self.block.sizes.named["w"] * products
-        us = self.model.kernels[_MATMUL].times_us(moved, 2 * rows * inner * outer * products)
-        self.ops.append(Op(made, "launch", us, (buffers[0],), (buffers[1],)))
+        names = ("shared_grad_down", "shared_grad_gate_up") if backward else ("shared_gate_up", "shared_down")
+        between = "shared_grad_act" if backward else "shared_act"
+        first, last = ("grad_y", "shared_grad_x") if backward else ("x", "shared_y")
+        reads, writes = ((first, between), (between, last))[half]
+        us = shared_us(self.block, self.model, self.traffic.tokens, half, backward=backward)
+        self.ops.append(Op(names[half], "launch", us, (reads,), (writes,)))
 
     def start(
         self, name: str, rows: Rows, reads: Sequence[str], prepared: Tensor | None, own: Sequence[str] = ()
@@ -160,6 +154,15 @@ class Builder:
         reads = tuple(name(buffer) for buffer in item.ins.values() if buffer is not None)
         writes = tuple(name(buffer) for buffer in item.outs.values())
         self.ops.append(Op(in_part(item.kernel, part), "launch", us, reads, writes, pdl=item.pdl))
+
+
+def shared_us(block: Block, model: DeviceModel, rows: Tensor, half: int, *, backward: bool) -> Tensor:
+    """Microseconds of half of the shared expert, as Inductor's dense matmuls; see `Builder.shared`. rows: float64."""
+    gate_up, down = (block.sizes.hidden, 2 * block.shared), (block.shared, block.sizes.hidden)
+    inner, outer = ((down, gate_up) if backward else (gate_up, down))[half]
+    products = 2 if backward else 1
+    moved = (inner * outer + rows * (inner + outer)) * block.sizes.named["w"] * products
+    return model.kernels[_MATMUL].times_us(moved, 2 * rows * inner * outer * products)
 
 
 def in_part(name: str, part: str) -> str:

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from moe_compiler.block_program import backward_program, forward_program
 from moe_compiler.branches import FORK_JOIN_US
 from moe_compiler.device_model import DeviceModel
 from moe_compiler.exchange_plan.block import operations
-from moe_compiler.exchange_plan.builder import Block
+from moe_compiler.exchange_plan.builder import Block, shared_us
 from moe_compiler.exchange_plan.links import Links, LinkTable, Transport
 from moe_compiler.exchange_plan.operation import WISHED, Carrier, Op, Way
 from moe_compiler.exchange_plan.simulate import Simulation, simulate, times_us
 from moe_compiler.exchange_plan.traffic import CAPACITY_UNIT, Traffic
 
-__all__ = ["Choice", "Group", "Outcome", "carriers", "choose", "orders"]
+__all__ = ["Choice", "Group", "Outcome", "carriers", "choose", "one_rank_us", "orders"]
 
 # In how many chunks tokens, and columns, are cut.
 _CHUNKS, _COLUMNS = (2, 4, 8), (2, 4)
@@ -152,6 +155,26 @@ def orders(block: Block, traffic: Traffic, direction: str) -> tuple[tuple[str, i
     hidden = block.sizes.hidden
     found += [("columns", n) for n in _COLUMNS if hidden % n == 0 and hidden // n >= _LEAST_COLUMNS]
     return tuple(found)
+
+
+def one_rank_us(block: Block, model: DeviceModel, tokens: int, direction: str) -> float:
+    """The block on one rank that has all experts and exchanges nothing, for T tokens and uniform routing.
+
+    Raises ValueError for sizes that the device's table does not cover.
+    """
+    program = (
+        backward_program(block.sizes) if direction == "backward" else forward_program(block.sizes, save=block.save)
+    )
+    launches = program.variant_for(tokens).launches
+    kernels, programmatic = [item.kernel for item in launches], sum(item.pdl for item in launches)
+    us = model.chain_us(kernels, programmatic, block.sizes.named, tokens)
+    if us is None:
+        raise ValueError(f"{model.device} has no times for {', '.join(kernels)} of {block.sizes}")
+    if not block.shared:
+        return us
+    rows = torch.tensor(float(tokens), dtype=torch.float64)
+    halves = (shared_us(block, model, rows, half, backward=direction == "backward") for half in (0, 1))
+    return us + sum(map(float, halves))
 
 
 def choose(block: Block, group: Group, direction: str) -> Choice:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_compiler.exchange_plan.builder import Block
-from moe_compiler.exchange_plan.choose import Choice, Group, Outcome
+from moe_compiler.exchange_plan.choose import Choice, Group, Outcome, one_rank_us
 from moe_compiler.exchange_plan.operation import Rows, Way, layers
 from moe_compiler.exchange_plan.routing import Routing
 from moe_compiler.exchange_plan.simulate import Flight, Simulation, simulate
@@ -99,6 +99,7 @@ def _choice_record(choice: Choice, case: Case, count: int) -> dict[str, Any]:
     load = traffic.load(Part(""))
     pairs = traffic.slots(Part("")) * traffic.k
     waited = simulation.waited
+    alone = one_rank_us(case.block, case.group.model, case.tokens, choice.direction)
     return {
         "direction": choice.direction,
         "chosen": _way_record(best.way),
@@ -112,6 +113,8 @@ def _choice_record(choice: Choice, case: Case, count: int) -> dict[str, Any]:
         "exposed_us": round(choice.exposed_us, 3),
         "exposed_share": round(choice.exposed_us / best.us, 5),
         "plain_exposed_us": round(choice.plain.us - choice.local_us, 3),
+        "one_rank_us": round(alone, 3),
+        "speedup": round(traffic.ranks * alone / best.us, 4),
         "layers_us": round(layered(choice, case, count).us if count > 1 else best.us, 3),
         "exchanges": [
             _exchange(op.name, op.rows, simulation.flights[op.name], best.way, case)

@@ -47,6 +47,7 @@ def _direction(case: dict[str, Any], each: dict[str, Any], layers: int) -> list[
         f"  block {each['block_us']:.1f} us; without overlap {each['plain_us']:.1f} us (gain {each['gain_us']:.1f}); "
         f"exchanges as local copies {each['local_us']:.1f} us: {_exposed(each)}",
         f"  why: {each['why']}",
+        f"  one rank with all experts {each['one_rank_us']:.1f} us: all ranks give {each['speedup']:.2f} times its tokens/s",
     ]
     if layers > 1:
         lines.append(f"  {layers} layers {each['layers_us'] / 1e3:.2f} ms")
