@@ -26,7 +26,7 @@ def plan_text(record: dict[str, Any]) -> str:
     ]
     for case in record["cases"]:
         for each in case["directions"]:
-            lines += ["", *_direction(case, each, record["layers"])]
+            lines += ["", *_direction(case, each, record["layers"], record["ranks"])]
         if len(case["directions"]) > 1:
             lines += ["", f"T={case['tokens']} forward + backward: {case['block_us']:.1f} us, {_exposed(case)}"]
     return "\n".join(lines)
@@ -40,14 +40,15 @@ def _exposed(record: dict[str, Any]) -> str:
     return f"exposed {record['exposed_us']:.1f} us ({record['exposed_share']:.1%})"
 
 
-def _direction(case: dict[str, Any], each: dict[str, Any], layers: int) -> list[str]:
+def _direction(case: dict[str, Any], each: dict[str, Any], layers: int, ranks: int) -> list[str]:
     unused, waited = each["unused"], each["waited_us"]
     lines = [
         f"T={case['tokens']} a rank, {each['direction']}: {each['label']}",
         f"  block {each['block_us']:.1f} us; without overlap {each['plain_us']:.1f} us (gain {each['gain_us']:.1f}); "
         f"exchanges as local copies {each['local_us']:.1f} us: {_exposed(each)}",
         f"  why: {each['why']}",
-        f"  one rank with all experts {each['one_rank_us']:.1f} us: all ranks give {each['speedup']:.2f} times its tokens/s",
+        f"  one rank with all experts {each['one_rank_us']:.1f} us: "
+        f"{_count(ranks, 'rank gives', 'ranks give')} {each['speedup']:.2f} times its tokens/s",
     ]
     if layers > 1:
         lines.append(f"  {layers} layers {each['layers_us'] / 1e3:.2f} ms")
