@@ -21,7 +21,7 @@ from moe_compiler.exchange_plan.operation import WISHED, Carrier, Op, Way
 from moe_compiler.exchange_plan.simulate import Simulation, simulate, times_us
 from moe_compiler.exchange_plan.traffic import CAPACITY_UNIT, Traffic
 
-__all__ = ["Choice", "Group", "Outcome", "carriers", "choose", "one_rank_us", "orders"]
+__all__ = ["Choice", "Group", "Limits", "Outcome", "carriers", "choose", "one_rank_us", "orders"]
 
 # In how many chunks tokens, and columns, are cut.
 _CHUNKS, _COLUMNS = (2, 4, 8), (2, 4)
@@ -37,6 +37,29 @@ class Group:
     links: Links
     model: DeviceModel
     table: LinkTable
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a choice is limited to, as the compiler's options have it.
+
+    transports  the names of those that may be used; None: all of the table
+    overlap     "auto": where it is predicted to gain; "on": even where not; "off": never
+    chunks      of the tokens, where they are cut at all; 0: as many as are predicted best; 1: never cut
+    """
+
+    transports: frozenset[str] | None = None
+    overlap: str = "auto"
+    chunks: int = 0
+
+    def allows(self, order: str, chunks: int) -> bool:
+        """Whether an order of so many chunks may be taken; without overlap always."""
+        if order == "plain":
+            return True
+        if self.overlap == "off":
+            return False
+        cut = chunks if order == "chunks" else 1
+        return self.chunks == 0 or cut == self.chunks
 
 
 @dataclass(frozen=True)
@@ -93,11 +116,14 @@ class Choice:
                 f"the best takes {overlapped[0].us:.1f} us ({overlapped[0].way.label})"
             )
         else:
-            text = "there is nothing to overlap"
+            text = "there is nothing that may overlap"
         best = self.best.way
         alike = (each for each in others if (each.way.order, each.way.chunks) == (best.order, best.chunks))
         second = next((each for each in alike if each.way.transports != best.transports), None)
         return text if second is None else f"{text}; next by transport {second.us:.1f} us ({second.way.label})"
+
+
+_UNLIMITED = Limits()
 
 
 class _Case:
@@ -137,13 +163,17 @@ def _time(outcome: Outcome) -> float:
     return outcome.us
 
 
-def carriers(table: LinkTable, *, several_nodes: bool) -> tuple[Carrier, ...]:
-    """The transports that a group can use, with every number of CTAs."""
-    usable = [each for each in table.transports.values() if each.between_nodes or not several_nodes]
+def carriers(table: LinkTable, *, several_nodes: bool, among: frozenset[str] | None = None) -> tuple[Carrier, ...]:
+    """The transports that a group can use, with every number of CTAs. among: names; None for all."""
+    usable = [
+        each
+        for name, each in table.transports.items()
+        if (each.between_nodes or not several_nodes) and (among is None or name in among)
+    ]
     return tuple(Carrier(each, ctas) for each in usable for ctas in each.shares)
 
 
-def orders(block: Block, traffic: Traffic, direction: str) -> tuple[tuple[str, int], ...]:
+def orders(block: Block, traffic: Traffic, direction: str, limits: Limits = _UNLIMITED) -> tuple[tuple[str, int], ...]:
     """The orders that a block can have, with the number of chunks."""
     found = [("plain", 1)]
     if traffic.ranks == 1:
@@ -151,10 +181,11 @@ def orders(block: Block, traffic: Traffic, direction: str) -> tuple[tuple[str, i
     if block.shared or direction == "backward":
         found.append(("filler", 1))
     found.append(("local_first", 1))
-    found += [("chunks", n) for n in _CHUNKS if traffic.capacity // n >= CAPACITY_UNIT]
+    cuts = (limits.chunks,) if limits.chunks > 1 else _CHUNKS
+    found += [("chunks", n) for n in cuts if traffic.capacity // n >= CAPACITY_UNIT]
     hidden = block.sizes.hidden
     found += [("columns", n) for n in _COLUMNS if hidden % n == 0 and hidden // n >= _LEAST_COLUMNS]
-    return tuple(found)
+    return tuple(each for each in found if limits.allows(*each))
 
 
 def one_rank_us(block: Block, model: DeviceModel, tokens: int, direction: str) -> float:
@@ -177,22 +208,30 @@ def one_rank_us(block: Block, model: DeviceModel, tokens: int, direction: str) -
     return us + sum(map(float, halves))
 
 
-def choose(block: Block, group: Group, direction: str) -> Choice:
-    """The way to run one direction ("forward" or "backward") of a block. Raises ValueError where no transport fits."""
-    usable = carriers(group.table, several_nodes=group.links.several(group.traffic.ranks))
+def choose(block: Block, group: Group, direction: str, limits: Limits = _UNLIMITED) -> Choice:
+    """The way to run one direction ("forward" or "backward") of a block.
+
+    Raises ValueError where no transport is left: none of those allowed, or none that works between nodes.
+    """
+    several = group.links.several(group.traffic.ranks)
+    usable = carriers(group.table, several_nodes=several, among=limits.transports)
     if not usable:
-        raise ValueError(f"no transport of {group.table.device} works between nodes")
+        names = sorted(group.table.transports if limits.transports is None else limits.transports)
+        raise ValueError(f"none of the transports {', '.join(names)} works {'between nodes' if several else 'here'}")
     case = _Case(block, group, direction)
     by_order: list[Outcome] = []
     every: dict[Way, Outcome] = {}
-    for order, chunks in orders(block, group.traffic, direction):
+    for order, chunks in orders(block, group.traffic, direction, limits):
         outcomes = case.outcomes(order, chunks, usable)
         every |= {outcome.way: outcome for outcome in outcomes}
         by_order.append(min(outcomes, key=_time))
     plain = by_order[0]
     possible = [each for each in by_order if each.way.order not in WISHED]
     best = min(possible, key=_time)
-    if plain.us - best.us <= FORK_JOIN_US:
+    overlapped = [each for each in possible if each is not plain]
+    if limits.overlap == "on" and overlapped:
+        best = min(overlapped, key=_time)
+    elif plain.us - best.us <= FORK_JOIN_US:
         best = plain
     wished = min((each for each in by_order if each.way.order in WISHED), key=_time, default=None)
     # The other transports by themselves, for the order that is taken.

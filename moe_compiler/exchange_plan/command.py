@@ -20,9 +20,9 @@ from pathlib import Path
 from moe_compiler.bench.shapes import NAMED, Shape, find_shape
 from moe_compiler.block_program import BlockSizes
 from moe_compiler.device_model import DeviceModel, device_model
-from moe_compiler.errors import MoepdlError, UsageError
+from moe_compiler.errors import MoepdlError, UsageError, near_name
 from moe_compiler.exchange_plan.builder import Block
-from moe_compiler.exchange_plan.choose import Group, choose
+from moe_compiler.exchange_plan.choose import Group, Limits, carriers, choose
 from moe_compiler.exchange_plan.links import Links, LinkTable, link_table
 from moe_compiler.exchange_plan.record import Case, layered, plan_record
 from moe_compiler.exchange_plan.routing import routing_of
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     routing = routing_of(arguments.skew, shape.experts, shape.k)
     directions = DIRECTIONS[arguments.direction]
     block = _block(shape, save="backward" in directions)
+    limits = _limits(arguments, table, links)
     cases = []
     for count in tokens:
         rows = traffic(
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             capacity=arguments.capacity,
         )
         group = Group(rows, links, model, table)
-        cases.append(Case(count, block, group, tuple(choose(block, group, each) for each in directions)))
+        cases.append(Case(count, block, group, tuple(choose(block, group, each, limits) for each in directions)))
     record = plan_record(shape.name, block, routing, arguments.placement, cases, arguments.layers)
     if arguments.timeline is not None:
         _write_timeline(cases[0], arguments.layers, arguments.timeline)
@@ -84,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--skew", default="uniform", metavar="ROUTING", help="uniform, zipf, or a JSON file with E counts")
     add("--placement", choices=("contiguous", "round_robin"), default="contiguous", help="of experts on ranks")
     add("--capacity", type=int, default=0, metavar="C", help="slots a rank; default: T rounded up to a multiple of 16")
+    add("--transports", nargs="+", metavar="NAME", help="only these; by default all of the table")
+    add("--overlap", choices=("auto", "on", "off"), default="auto", help="as the compiler's option; default auto")
+    add("--chunks", type=int, default=0, metavar="N", help="of the tokens; default: as many as are predicted best")
     add("--layers", type=int, default=1, metavar="N", help="equal blocks one after the other; default 1")
     add("--device", default="NVIDIA H200", metavar="NAME", help='whose kernel times; default "NVIDIA H200"')
     add("--timeline", type=Path, metavar="FILE", help="a Perfetto trace of the first number of tokens")
@@ -154,6 +158,34 @@ def _links(arguments: argparse.Namespace, table: LinkTable) -> Links:
         node_gbs=arguments.node_gbs,
         node_latency_us=arguments.node_latency_us,
     )
+
+
+def _limits(arguments: argparse.Namespace, table: LinkTable, links: Links) -> Limits:
+    if arguments.chunks < 0:
+        raise UsageError(
+            f"--chunks {arguments.chunks}: tokens are cut into one chunk or more",
+            why="0 leaves the number to the prediction",
+            try_="--chunks 2",
+        )
+    if arguments.transports is None:
+        return Limits(None, arguments.overlap, arguments.chunks)
+    for name in arguments.transports:
+        if name not in table.transports:
+            raise UsageError(
+                f"there is no transport {name!r}",
+                why=f"the transports are {', '.join(table.transports)}",
+                try_=f"--transports {near_name(name, table.transports) or next(iter(table.transports))}",
+            )
+    limits = Limits(frozenset(arguments.transports), arguments.overlap, arguments.chunks)
+    several = links.several(arguments.ranks)
+    if not carriers(table, several_nodes=several, among=limits.transports):
+        possible = [name for name, each in table.transports.items() if each.between_nodes]
+        raise UsageError(
+            f"--transports {' '.join(arguments.transports)} with {links.nodes(arguments.ranks)} nodes",
+            why=f"between nodes works {', '.join(possible)} alone",
+            try_=f"--transports {' '.join(possible)}",
+        )
+    return limits
 
 
 def _model(device: str) -> DeviceModel:

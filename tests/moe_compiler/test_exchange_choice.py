@@ -11,7 +11,7 @@ import torch
 from moe_compiler.block_program import BlockSizes, forward_program
 from moe_compiler.branches import FORK_JOIN_US
 from moe_compiler.exchange_plan.builder import Block
-from moe_compiler.exchange_plan.choose import Choice, Group, carriers, choose, one_rank_us, orders
+from moe_compiler.exchange_plan.choose import Choice, Group, Limits, carriers, choose, one_rank_us, orders
 from moe_compiler.exchange_plan.links import Links, LinkTable, link_table
 from moe_compiler.exchange_plan.operation import WISHED, Way
 from moe_compiler.exchange_plan.routing import zipf
@@ -26,8 +26,9 @@ def chosen(
     tokens: int, ranks: int, block: Block = QWEN3, direction: str = "forward", links: Links | None = None, **more
 ) -> Choice:
     used = links or TABLE.links()
+    limits = more.pop("limits", Limits())
     t = group([tokens] * ranks, used, block=block, **more)
-    return choose(block, Group(t, used, h200(), TABLE), direction)
+    return choose(block, Group(t, used, h200(), TABLE), direction, limits)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -74,8 +75,10 @@ def test_between_nodes_only_what_works_there():
 def test_no_transport_between_nodes_is_an_error():
     table = LinkTable("here", 388.0, 2.9, 132, {"test": transport()}, {})
     t = group([64] * 16, NODES)
-    with pytest.raises(ValueError, match="no transport of here works between nodes"):
+    with pytest.raises(ValueError, match="none of the transports test works between nodes"):
         choose(QWEN3, Group(t, NODES, h200(), table), "forward")
+    with pytest.raises(ValueError, match="none of the transports push works between nodes"):
+        chosen(64, 16, links=NODES, limits=Limits(frozenset({"push"})))
 
 
 def test_one_rank_has_nothing_to_overlap():
@@ -83,7 +86,7 @@ def test_one_rank_has_nothing_to_overlap():
     assert choice.best == choice.plain
     assert choice.exposed_us == 0
     assert choice.wished is None
-    assert choice.why.startswith("there is nothing to overlap")
+    assert choice.why.startswith("there is nothing that may overlap")
 
 
 def test_the_reason_has_the_times_of_the_choice_and_of_its_rivals():
@@ -105,6 +108,24 @@ def test_which_orders_there_are():
     assert [order for order, _ in orders(QWEN3, few, "forward")].count("chunks") == 0
     narrow = Block(BlockSizes(8, 2, 384, 256))
     assert all(order not in WISHED for order, _ in orders(narrow, t, "forward"))
+
+
+def test_a_choice_keeps_to_its_limits():
+    free = chosen(16384, 2)
+    only = chosen(16384, 2, limits=Limits(frozenset({"distributed"})))
+    assert {each.way.transports for each in only.considered} == {("distributed", "distributed")}
+    assert only.best.us > free.best.us
+    off = chosen(16384, 2, limits=Limits(overlap="off"))
+    assert off.best == off.plain == free.plain
+    assert off.why.startswith("there is nothing that may overlap")
+    on = chosen(128, 2, limits=Limits(overlap="on"))
+    assert on.best.way.order not in ("plain", *WISHED)
+    assert on.gain_us < 0
+    cut = chosen(16384, 2, limits=Limits(overlap="on", chunks=3))
+    assert (cut.best.way.order, cut.best.way.chunks) == ("chunks", 3)
+    whole = chosen(16384, 8, limits=Limits(chunks=1))
+    assert whole.best.way.order == "local_first"
+    assert chosen(16384, 8).best.way.order == "chunks"
 
 
 def test_a_shared_expert_is_filler():

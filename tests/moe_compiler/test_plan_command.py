@@ -165,6 +165,9 @@ def test_the_options_that_change_the_traffic(capsys, tmp_path):
     assert imbalance(plain) == 1.0
     assert imbalance(zipf) > imbalance(spread) > 1.0
     assert filed["routing"]["name"] == "counts.json" and imbalance(filed) > 1.1
+    limited = case("--transports", "distributed", "--overlap", "on", "--chunks", "4")
+    chosen = limited["cases"][0]["directions"][0]["chosen"]
+    assert (chosen["out"], chosen["home"], chosen["order"], chosen["chunks"]) == ("distributed",) * 2 + ("chunks", 4)
     assert case("--capacity", "512")["cases"][0]["directions"][0]["unused"]["slots"] == 4 * 512
 
 
@@ -208,6 +211,14 @@ def test_the_timeline(capsys, tmp_path):
         (["--node", "8"], "--node 8 without --node-gbs", "crosses between nodes", "--node-gbs 400"),
         (["--node-gbs", "50"], "--node-gbs without --node", "one node", "--node 8"),
         (["--node", "0", "--node-gbs", "50"], "--node 0", "number of its ranks", "--node 8"),
+        (["--chunks", "-1"], "--chunks -1", "0 leaves the number", "--chunks 2"),
+        (["--transports", "pusch"], "there is no transport 'pusch'", "fused, push, copy_engine", "--transports push"),
+        (
+            ["--transports", "push", "--ranks", "16", "--node", "8", "--node-gbs", "400"],
+            "--transports push with 2 nodes",
+            "between nodes works distributed alone",
+            "--transports distributed",
+        ),
         (["--shape", "qwen"], "there is no shape 'qwen'", "the shapes are", "qwen3"),
         (["--skew", "zip"], "--skew 'zip' is neither uniform nor zipf", "JSON list of 128", "--skew zipf"),
         (
