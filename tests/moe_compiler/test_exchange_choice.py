@@ -10,6 +10,7 @@ import torch
 
 from moe_compiler.block_program import BlockSizes, forward_program
 from moe_compiler.branches import FORK_JOIN_US
+from moe_compiler.exchange_plan.block import operations
 from moe_compiler.exchange_plan.builder import Block
 from moe_compiler.exchange_plan.choose import Choice, Group, Limits, carriers, choose, one_rank_us, orders
 from moe_compiler.exchange_plan.links import Links, LinkTable, link_table
@@ -58,6 +59,16 @@ def test_few_tokens_take_the_kernel_with_flags_and_many_overlap():
     assert many.best.way.order == "local_first"
     assert many.best.way.transports == ("copy_engine", "copy_engine")
     assert many.gain_us > 100
+
+
+def test_what_is_exposed_is_told_from_a_local_block_without_overlap_and_packing():
+    links = TABLE.links()
+    t = group([16384] * 2, links)
+    plain = Way(*[carriers(TABLE, several_nodes=False, among=frozenset({"push"}))[0]] * 2)
+    ops = operations(QWEN3, t, h200(), plain, "forward")
+    many = chosen(16384, 2)
+    assert many.best.way.out.transport.packs
+    assert many.local_us == pytest.approx(simulate(ops, t, links, plain, h200(), local=True).us)
 
 
 def test_gradients_of_weights_hide_the_way_home():

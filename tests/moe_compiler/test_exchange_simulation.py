@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_compiler.block_program import BlockSizes, backward_program, forward_program
 from moe_compiler.critical_path import timing
+from moe_compiler.device_model import DeviceModel, KernelModel
 from moe_compiler.exchange_plan.block import operations
 from moe_compiler.exchange_plan.builder import Block
 from moe_compiler.exchange_plan.links import Links, link_table
@@ -362,3 +363,80 @@ def test_4096_ranks_of_their_own_take_seconds():
     run(Block(BlockSizes(512, 10, 2048, 512)), t, links, chosen)
     assert t.members.numel() == 4096
     assert time.perf_counter() - begun < 5
+
+
+def test_a_launch_behind_a_flights_start_gains_no_boundary():
+    links = Links(FAST, 0.0)
+    t = group([16, 16], links, block=SMALL)
+    chosen = way(transport(), "local_first")
+    plain = run(SMALL, t, links, chosen, model=fixed())
+    sooner = run(SMALL, t, links, chosen, model=fixed(boundary_us=0.25))
+    # route, gate_up.local, gate_up.remote, down.remote, combine.remote and combine.local; down.local starts a chain.
+    assert plain.us - sooner.us == pytest.approx(6 * 0.25)
+
+
+def test_an_exchange_takes_no_less_than_its_floor():
+    t = group([16, 16], SLOW, block=SMALL)
+    found = ends(run(SMALL, t, SLOW, way(transport(floor_us=48.0)), model=fixed()))
+    assert found["ep_dispatch_wait"] == pytest.approx(3 + 48)
+    assert found["ep_combine_wait"] == pytest.approx(51 + 4 + 48 + 1)
+
+
+def by_bytes() -> DeviceModel:
+    """A device on which a launch takes as many microseconds as it moves bytes."""
+    return DeviceModel("test", "made by hand", {name: KernelModel(0.0, 1.0) for name in h200().kernels}, 0.0)
+
+
+def test_unused_slots_are_sorted_summed_and_filled():
+    block = Block(BlockSizes(8, 2, 512, 256))
+    t = group([100, 100], SLOW, block=block)  # 112 slots for each of two ranks
+    times = []
+    for every in (True, False):
+        ops = operations(block, t, by_bytes(), way(transport()), "forward", every_slot=every)
+        times.append({op.name: float(op.us[0]) for op in ops})
+    used, live = times
+    slots, rows, pairs = 224, float(t.reach[0]) * 200, 200.0
+    assert used["order"] == slots * 2 * 12 + 4 * 4
+    assert live["order"] == pytest.approx(pairs * 12 + 4 * 4)
+    assert used["combine"] == (slots * 2 + slots) * 512 * 2
+    assert live["combine"] == pytest.approx((pairs + rows) * 512 * 2)
+    assert used["down"] - live["down"] == pytest.approx((slots * 2 - pairs) * 512 * 2)
+    assert used["gate_up"] == live["gate_up"] and used["route"] == live["route"]
+
+
+def test_rows_are_copied_before_and_added_up_behind():
+    block = Block(BlockSizes(8, 2, 512, 256))
+    links = Links(300.0, 3.0, node=2, node_gbs=100.0)
+    t = group([100] * 4, links, block=block)
+    kept, near, far = (float(each[0]) for each in (t.kept, t.near, t.far))
+    out, home = 512 * 2 + 2 * (8 + 2), 512 * 2
+    for packs in (False, True):
+        ops = operations(block, t, by_bytes(), way(transport(packs=packs)), "forward")
+        times = {op.name: float(op.us[0]) for op in ops}
+        assert times["ep_dispatch_start"] == pytest.approx(2 * out * (kept + (near + far if packs else 0.0)))
+        assert times["ep_combine_wait"] == pytest.approx(home * (kept + near + far + 100))
+        assert times["ep_combine_start"] == times["ep_dispatch_wait"] == 0
+
+
+def test_which_way_each_exchange_goes():
+    t = group([64, 64], SLOW)
+    for direction, home in (("forward", [False, True]), ("backward", [False, True, True])):
+        ops = operations(QWEN3, t, h200(), way(transport()), direction)
+        assert [op.rows.home for op in ops if op.rows is not None] == home
+
+
+def test_whole_slices_cross_whether_used_or_not():
+    links = Links(300.0, 3.0, node=4, node_gbs=100.0)
+    t = group([100] * 8, links)
+    chosen = way(transport(whole_slots=True, between_nodes=True))
+    flight = run(QWEN3, t, links, chosen).flights["ep_combine"]
+    row = 2048 * 2
+    assert flight.out_bytes.tolist() == [112 * 3 * row]
+    assert flight.node_bytes.tolist() == [112 * 4 * 4 * row]
+    assert float(flight.us) == pytest.approx(112 * 16 * row / 100e3)
+
+
+def test_a_capacity_that_no_chunk_divides_is_rounded_up():
+    t = group([100, 100], SLOW)
+    flight = run(QWEN3, t, SLOW, way(transport(whole_slots=True), "chunks", 3)).flights["ep_combine.chunk0"]
+    assert float(flight.out_bytes) == pytest.approx(38 * 2048 * 2)
