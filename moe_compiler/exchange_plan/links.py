@@ -74,15 +74,11 @@ class Links:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Transports by name, the link that they were measured on, and where the numbers come from.
-
-    processors: multiprocessors of the device, all of which a transport may take where nothing runs beside it.
-    """
+    """Transports by name, the link that they were measured on, and where the numbers come from."""
 
     device: str
     link_gbs: float
     latency_us: float
-    processors: int
     transports: Mapping[str, Transport]
     about: Mapping[str, str]
 
@@ -114,7 +110,6 @@ def load_links(path: Path) -> LinkTable:
             str(data["device"]),
             gbs,
             _number("latency_us", data["latency_us"], 0.0),
-            int(_number("processors", data["processors"], 1)),
             transports,
             {str(key): str(value) for key, value in data["about"].items()},
         )

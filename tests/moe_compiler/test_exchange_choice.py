@@ -84,7 +84,7 @@ def test_between_nodes_only_what_works_there():
 
 
 def test_no_transport_between_nodes_is_an_error():
-    table = LinkTable("here", 388.0, 2.9, 132, {"test": transport()}, {})
+    table = LinkTable("here", 388.0, 2.9, {"test": transport()}, {})
     t = group([64] * 16, NODES)
     with pytest.raises(ValueError, match="none of the transports test works between nodes"):
         choose(QWEN3, Group(t, NODES, h200(), table), "forward")
