@@ -2,6 +2,7 @@
 
     moepdl demo                                 compile small models and show what happened
     moepdl bench block                          measure one MoE block: floor, moepdl, eager, Inductor, peers
+    moepdl plan --ranks 8                       how an expert-parallel block would run over many ranks, simulated
     moepdl explain module:factory               what compiling a model would do; factory() gives (model, args[, kwargs])
     moepdl passes                               the passes in their order
     moepdl opt GRAPH.py --passes a,b [--out F]  run passes on a graph of a dump
@@ -44,7 +45,7 @@ DONE, FAILED, MISUSED = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` are the arguments after the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    own = {"demo": _demo, "bench": _bench}.get(arguments[0]) if arguments else None
+    own = {"demo": _demo, "bench": _bench, "plan": _plan}.get(arguments[0]) if arguments else None
     if own is not None:  # has a command line of its own
         return _guarded(lambda: own(arguments[1:]), as_json="--json" in arguments)
     parser = _parser()
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
     subparsers.add_parser("demo", help="compile small models and show what happened (moepdl demo --help)")
     subparsers.add_parser("bench", help="measure one MoE block on this device (moepdl bench block --help)")
+    subparsers.add_parser("plan", help="how an expert-parallel block would run over many ranks (moepdl plan --help)")
     explain = command("explain", _explain, "what compiling a model would do, by a dry run of the backend")
     explain.add_argument("factory", metavar="MODULE:FACTORY", help="a function that returns (model, args[, kwargs])")
     explain.add_argument("-o", "--out", type=Path, help="also save the report here, as the suffix says")
@@ -163,6 +165,12 @@ def _demo(arguments: Sequence[str]) -> int:
 
 def _bench(arguments: Sequence[str]) -> int:
     from moe_compiler.bench import command
+
+    return command.main(arguments)
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    from moe_compiler.exchange_plan import command
 
     return command.main(arguments)
 

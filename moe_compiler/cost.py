@@ -7,7 +7,7 @@ tile of rows that an expert fills in part takes the time of a whole one. Times a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,13 +26,14 @@ from moe_compiler.runtime_kernels.tiles import (
     specialised_fits,
 )
 
-__all__ = ["StageCost", "T", "cost_text", "costs_known", "stage_cost"]
+__all__ = ["StageCost", "T", "cost_text", "costs_known", "load_cost", "stage_cost"]
 
 T, K, E, H, I, N, W = sympy.symbols("T k E H I N w", integer=True, positive=True)
+# Pairs of a token and an expert, and experts that get one.
+_PAIRS, _HIT = sympy.symbols("S hit", positive=True)
+_UNIFORM = {_PAIRS: T * K, _HIT: E * (1 - (1 - K / E) ** T)}
 # (largest T, tile, None for the kernel's own) of a launch: see `chain/program.py`.
 Tiles = tuple[tuple[int | None, Tile | None], ...]
-_PAIRS = T * K
-_HIT = E * (1 - (1 - K / E) ** T)
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,25 @@ def stage_cost(stage: str, sizes: Mapping[str, int], tiles: Tiles = ()) -> Stage
     return _stage_cost(stage, tuple(sorted(sizes.items())), tiles)
 
 
+@lru_cache(maxsize=256)
+def load_cost(stage: str, sizes: tuple[tuple[str, int], ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Bytes and work of a stage or kernel as functions of (T, pairs, experts hit, E); numbers or tensors of them.
+
+    For rows that some ranks got, where the pairs are not T * k and the experts hit are known. sizes: (name, value) of
+    H, I, N, w, sorted. Raises KeyError.
+    """
+    moved, _, work = _COSTS[stage]
+    values = {symbol: dict(sizes)[symbol.name] for symbol in (H, I, N, W)}
+    given = (T, _PAIRS, _HIT, E)
+    bytes_of, work_of = (sympy.lambdify(given, expression.subs(values), modules="math") for expression in (moved, work))
+    return bytes_of, work_of
+
+
 @lru_cache(maxsize=1024)
 def _stage_cost(stage: str, items: tuple[tuple[str, int], ...], tiles: Tiles) -> StageCost:
     """`stage_cost`, once for all equal layers of a model."""
     sizes = dict(items)
-    moved, flops, work = _COSTS[stage]
+    moved, flops, work = (expression.subs(_UNIFORM) for expression in _COSTS[stage])
     values = {symbol: sizes[symbol.name] for symbol in (K, E, H, I, N, W) if symbol.name in sizes}
     grid = _grid(stage, sizes, tiles) if stage in TABLES else None
     return StageCost(bytes=moved.subs(values), flops=flops.subs(values), work=work.subs(values), grid=grid)

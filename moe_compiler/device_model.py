@@ -25,6 +25,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moe_compiler.cost import T, costs_known, stage_cost
 
 __all__ = ["DeviceModel", "Forecast", "KernelModel", "calibration_path", "derived", "device_model", "load", "save"]
@@ -50,6 +53,15 @@ class KernelModel:
             return self.fixed_us
         s = self.sharpness
         return self.fixed_us + longest * ((memory / longest) ** s + (arithmetic / longest) ** s) ** (1 / s)
+
+    def times_us(self, moved: Tensor, work: Tensor) -> Tensor:
+        """`time_us` of many launches at once; float64 tensors of one shape."""
+        memory = moved / self.bytes_per_us
+        arithmetic = work / self.work_per_us if self.work_per_us else torch.zeros_like(memory)
+        longest = torch.maximum(memory, arithmetic)
+        unit = torch.where(longest > 0, longest, 1.0)
+        s = self.sharpness
+        return self.fixed_us + longest * ((memory / unit) ** s + (arithmetic / unit) ** s) ** (1 / s)
 
     def bounds_us(self, moved: float, work: float) -> tuple[float, float]:
         """Microseconds of the memory traffic and of the arithmetic, each by itself."""

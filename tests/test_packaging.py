@@ -168,10 +168,11 @@ def test_the_wheel_has_one_top_level_name(archives: tuple[list[str], list[str]])
 def test_the_wheel_holds_every_file(archives: tuple[list[str], list[str]]):
     wheel, _ = archives
     expected = {"moe_compiler/py.typed"}
-    tables = (ROOT / "moe_compiler" / "devices").glob("*.json")
-    expected |= {f"moe_compiler/devices/{table.name}" for table in tables}
-    for name, folder in source_packages().items():
-        expected |= {f"{name.replace('.', '/')}/{file.name}" for file in folder.glob("*.py")}
+    for folder in ("devices", "links"):
+        tables = (ROOT / "moe_compiler" / folder).glob("*.json")
+        expected |= {f"moe_compiler/{folder}/{table.name}" for table in tables}
+    for name, source in source_packages().items():
+        expected |= {f"{name.replace('.', '/')}/{file.name}" for file in source.glob("*.py")}
     assert expected == {name for name in wheel if ".dist-info/" not in name}
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
 
@@ -181,6 +182,7 @@ def test_the_source_archive_can_build_and_be_tested(archives: tuple[list[str], l
     needed = ["pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", "tests/conftest.py"]
     needed += [
         "moe_compiler/devices/nvidia_h200.json",
+        "moe_compiler/links/nvidia_h200.json",
         "moe_compiler/__init__.py",
         "moe_compiler/py.typed",
         *(f"{name}/__init__.py" for name in LINKED),

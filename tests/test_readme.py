@@ -33,7 +33,7 @@ def test_every_command_is_named():
     from moe_compiler import cli
 
     commands = re.findall(r"^    moepdl (\w+)", cli.__doc__ or "", flags=re.MULTILINE)
-    assert len(commands) == 10
+    assert len(commands) == 11
     assert [name for name in commands if f"`moepdl {name}" not in README] == []
 
 

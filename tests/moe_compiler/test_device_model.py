@@ -12,7 +12,7 @@ import torch
 from moe_compiler import device, device_model
 from moe_compiler.block_program import BlockSizes, backward_program, forward_program, inputs_of, weights_of
 from moe_compiler.calibrate import Point, calibrate, fit, fit_kernel
-from moe_compiler.cost import stage_cost
+from moe_compiler.cost import T, load_cost, stage_cost
 from moe_compiler.device_model import DeviceModel, KernelModel, calibration_path, load, save
 from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
@@ -234,3 +234,23 @@ def test_the_dag_of_a_report_tells_the_critical_path(monkeypatch, h200):
     assert "penwidth" in dags_text([dag]) and "µs" in dags_text([dag])
     (plain,) = chained(monkeypatch, None).dags
     assert not any("critical" in node or "predicted_us" in node for node in plain.nodes)
+
+
+def test_many_launches_at_once_take_what_each_takes():
+    moved, work = torch.tensor([0.0, 1e3, 1e7, 5e8, 0.0]), torch.tensor([0.0, 0.0, 1e9, 4e12, 1e9])
+    for model in device_model.device_model("NVIDIA H200").kernels.values():
+        each = [model.time_us(float(m), float(w)) for m, w in zip(moved, work, strict=True)]
+        assert model.times_us(moved.double(), work.double()).tolist() == pytest.approx(each, rel=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 4096])
+def test_the_costs_of_given_rows_are_those_of_uniform_routing_where_the_rows_are(tokens: int):
+    sizes = {"k": 8, "E": 128, "H": 2048, "I": 768, "N": 1536, "w": 2}
+    hit = 128 * (1 - (1 - 8 / 128) ** tokens)
+    inner = tuple(sorted((letter, sizes[letter]) for letter in "HINw"))
+    for name in device_model.device_model("NVIDIA H200").kernels:
+        cost = stage_cost(name, sizes)
+        bytes_of, work_of = load_cost(name, inner)
+        given = (tokens, 8 * tokens, hit, 128)
+        assert bytes_of(*given) == pytest.approx(float(cost.bytes.subs(T, tokens)), rel=1e-9)
+        assert work_of(*given) == pytest.approx(float(cost.work.subs(T, tokens)), rel=1e-9)
