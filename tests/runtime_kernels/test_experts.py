@@ -13,17 +13,8 @@ from moe_compiler.runtime_kernels.experts.in_turns import in_turns
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.weights import ExpertWeights
 from moe_compiler.runtime_kernels.weights import in_turns as turned
+from tests.runtime_kernels.conftest import GATED_LAYOUTS
 
-LAYOUTS = (
-    "packed",
-    "packed_transposed",
-    "separate",
-    "list",
-    "list_packed",
-    "list_transposed",
-    "turns",
-    "turns_transposed",
-)
 ops = torch.ops.moepdl
 
 
@@ -43,7 +34,7 @@ def check_against_dense(block, assert_close) -> None:
 
 
 @pytest.mark.parametrize("weight_at", ["output", "input"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", GATED_LAYOUTS)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 37, 512])
 def test_sizes_and_layouts(make_block, assert_close, tokens, layout, weight_at):
     check_against_dense(make_block(tokens=tokens, layout=layout, weight_at=weight_at), assert_close)
@@ -95,7 +86,7 @@ def test_activations_with_parameters_without_up(make_block, assert_close, activa
 
 @pytest.mark.parametrize("biased", [ALL, ("down",), ("gate",)])
 @pytest.mark.parametrize("weight_at", ["output", "input"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", GATED_LAYOUTS)
 @pytest.mark.parametrize("tokens", [0, 1, 37, 512])
 def test_biases(make_block, assert_close, tokens, layout, weight_at, biased):
     block = make_block(
@@ -242,7 +233,7 @@ def test_routing_weights_in_another_dtype(make_block, assert_close):
 
 
 @pytest.mark.parametrize("weight_at", ["output", "input"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", GATED_LAYOUTS)
 def test_needs(make_block, layout, weight_at):
     block = make_block(layout=layout, weight_at=weight_at, biased=ALL).detached()
     _, preact, perm, starts = ops.experts_saving(*block.arguments)
@@ -258,7 +249,7 @@ def test_needs(make_block, layout, weight_at):
                 assert len(part) == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", GATED_LAYOUTS)
 def test_weight_gradients_have_the_strides_of_the_weights(make_block, layout):
     block = make_block(layout=layout).detached()
     _, preact, perm, starts = ops.experts_saving(*block.arguments)
@@ -270,7 +261,7 @@ def test_weight_gradients_have_the_strides_of_the_weights(make_block, layout):
 
 
 @pytest.mark.parametrize("weight_at", ["output", "input"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", GATED_LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("biased", [(), ALL])
 def test_the_stages_agree_with_the_loop(make_block, assert_close, dtype, layout, weight_at, biased):
@@ -437,7 +428,7 @@ def test_the_loops_are_kernels_of_the_cpu_only():
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(1, 7), (12, 1), (1, 1)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", GATED_LAYOUTS)
 def test_sizes_of_one(make_block, assert_close, layout, hidden, inner):
     block = make_block(layout=layout, hidden=hidden, inner=inner, dtype=torch.float64)
     frozen = block.detached()
