@@ -1,0 +1,49 @@
+"""The transport over torch.distributed: gloo on CPUs, NCCL on GPUs. What others are checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_compiler.runtime_kernels.exchange.groups import Group
+
+
+class _Work:
+    """A collective of torch.distributed. It keeps both buffers until it is over."""
+
+    def __init__(self, work: Any, buffers: tuple[Tensor, Tensor], on_device: bool) -> None:
+        self.work, self.buffers, self.on_device = work, buffers, on_device
+
+    def wait(self, seconds: float) -> bool:
+        if self.on_device:
+            self.work.wait()
+            return True
+        try:
+            self.work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if self.work.is_completed():
+                raise
+            return False
+        return True
+
+
+class TorchTransport:
+    """`all_to_all_single` of torch.distributed, asynchronous."""
+
+    name = "torch.distributed"
+
+    def start(
+        self, group: Group, send: Tensor, received: Tensor, send_rows: Sequence[int], received_rows: Sequence[int]
+    ) -> _Work:
+        # The group's own timeout counts from here, ours at the wait; the shorter one is met first.
+        work = dist.all_to_all_single(
+            received, send, list(received_rows), list(send_rows), group=group.process_group, async_op=True
+        )
+        return _Work(work, (send, received), send.device.type != "cpu")
+
+
+TORCH = TorchTransport()
