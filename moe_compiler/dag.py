@@ -18,7 +18,7 @@ from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.cost import cost_text
 from moe_compiler.critical_path import Timing, timing
 from moe_compiler.inline import named_arguments
-from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
+from moe_compiler.moe_ir import COLLECTIVES, STAGES, is_moepdl, op_name, size_expr
 from moe_compiler.report import BranchRecord, DagRecord
 
 __all__ = [
@@ -97,6 +97,8 @@ def build_dag(graph: Graph) -> nx.DiGraph:
 
 def _collective_group(node: Node) -> str | None:
     """The group of a collective that starts here, None for any other call (a wait is ordered by what it waits for)."""
+    if is_moepdl(node):
+        return str(named_arguments(node)["group"]) if op_name(node) in COLLECTIVES else None
     if "c10d_functional" not in getattr(node.target, "namespace", "") or op_name(node) == "wait_tensor":
         return None
     named = named_arguments(node)

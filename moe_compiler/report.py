@@ -19,6 +19,7 @@ from moe_compiler.report_records import (
     ChainRecord,
     DagRecord,
     EdgeRecord,
+    ExchangeRecord,
     FragmentRecord,
     GraphRecord,
     LaunchRecord,
@@ -39,6 +40,7 @@ __all__ = [
     "ChainRecord",
     "DagRecord",
     "EdgeRecord",
+    "ExchangeRecord",
     "FragmentRecord",
     "GraphRecord",
     "LaunchRecord",
@@ -72,6 +74,7 @@ class Report:
     tiles:          where the kernels' tiles come from, e.g. "tuned on NVIDIA H200", or why they are the shipped ones
     pdl_off:        why no launch is programmatic; empty when PDL is in use or there is no chain
     schedule:       the chains, forward first
+    exchanges:      of the expert-parallel blocks
     fragments:      where Dynamo broke the frame: what is in pieces is no block, and counts as none
     notes:          what else the user should know, one sentence each ("overlap off: no all-to-all in this graph")
     errors:         text of errors that `on_error="fallback"` turned into an unchanged graph
@@ -87,6 +90,7 @@ class Report:
     environment: dict[str, Any] = field(default_factory=dict)
     matches: list[MatchRecord] = field(default_factory=list)
     misses: list[MissRecord] = field(default_factory=list)
+    exchanges: list[ExchangeRecord] = field(default_factory=list)
     fragments: list[FragmentRecord] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     schedule: list[ChainRecord] = field(default_factory=list)
@@ -145,6 +149,10 @@ class Report:
         """The misses, best attempt first, equal layers folded."""
         folded = fold(self.misses, ignore="node")
         return sorted(folded, key=lambda miss: -miss.steps_passed / max(miss.steps_total, 1))
+
+    def folded_exchanges(self) -> list[ExchangeRecord]:
+        """The exchanges, equal layers folded."""
+        return fold(self.exchanges, ignore=("block", "where"))
 
     def folded_fragments(self) -> list[FragmentRecord]:
         """The graph breaks, equal layers folded."""

@@ -17,6 +17,7 @@ from moe_compiler.report_records import (
     ChainRecord,
     DagRecord,
     EdgeRecord,
+    ExchangeRecord,
     FragmentRecord,
     GraphRecord,
     LaunchRecord,
@@ -111,6 +112,7 @@ def _branch(data: Mapping[str, Any]) -> BranchRecord:
 RECORDS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "matches": lambda data: MatchRecord(**data),
     "misses": lambda data: MissRecord(**data),
+    "exchanges": lambda data: ExchangeRecord(**data),
     "fragments": lambda data: FragmentRecord(**data),
     "passes": lambda data: PassRecord(**data),
     "schedule": _chain,

@@ -18,6 +18,7 @@ __all__ = [
     "ChainRecord",
     "DagRecord",
     "EdgeRecord",
+    "ExchangeRecord",
     "FragmentRecord",
     "GraphRecord",
     "LaunchRecord",
@@ -119,6 +120,51 @@ class MissRecord:
     hint: str = ""
     at: str = ""
     count: int = 1
+
+
+@dataclass(frozen=True)
+class ExchangeRecord:
+    """The exchange of an expert-parallel block.
+
+    block:           where it sits, e.g. `layers.0.mlp`; `where` is the user's line
+    group, ranks:    the process group's name, and how many ranks it has
+    experts:         of the whole group; placement: how they are spread
+    capacity:        slots a rank has for each source, in each chunk; `agreed` says where it comes from
+    dispatch_bytes, combine_bytes: what a rank sends to all the others together in a forward, in all chunks
+    transport:       what carries it
+    chunks:          into how many parts the tokens are cut
+    """
+
+    block: str
+    where: str
+    group: str
+    ranks: int
+    experts: int
+    placement: str
+    capacity: int
+    agreed: str
+    dispatch_bytes: int
+    combine_bytes: int
+    transport: str
+    chunks: int = 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" x{self.count}" if self.count > 1 else ""
+        parts = f", {self.chunks} chunks" if self.chunks > 1 else ""
+        return (
+            f"exchange{times}: {plural(self.ranks, 'rank')} over {self.transport}, E={self.experts} {self.placement}, "
+            f"{self.capacity} slots for each source ({self.agreed}){parts}; a rank sends {_size(self.dispatch_bytes)} "
+            f"out and {_size(self.combine_bytes)} back"
+        )
+
+
+def _size(count: int) -> str:
+    """Bytes as a reader wants them: 3.21 MB."""
+    return next(
+        (f"{count / unit:.3g} {name}" for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= unit),
+        f"{count} B",
+    )
 
 
 @dataclass(frozen=True)
