@@ -12,7 +12,7 @@ three dimensions. What holds no share (attention, routers, shared experts) is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -119,6 +119,13 @@ def expert_parallel(
             why=f"one of {', '.join(PLACEMENTS)}",
             try_='placement="contiguous"',
         )
+    already = next((path for path, module in model.named_modules() if hasattr(type(module), _SHARES)), None)
+    if already is not None:
+        raise PrepareError(
+            f"the experts of this model are shared between ranks already, first those of {already or 'the model'}",
+            why="a share cannot be shared again",
+            try_="call expert_parallel once a model",
+        )
     found = list(_named(model, modules) if modules is not None else _search(model))
     if not found:
         raise PrepareError(
@@ -127,21 +134,9 @@ def expert_parallel(
             try_='expert_parallel(model, mesh, modules=["layers.0.mlp.experts", ...]) names the modules that hold them',
         )
     _check_all_reached(model, found)
-    shares = [_plan(path, module, ranks, placement) for path, module in found]
-    owners_of: dict[int, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{path}.{name}" if path else name
-                first = owners_of.setdefault(id(parameter), full)
-                if first != full and any(first in plan or full in plan for _, plan in shares):
-                    raise PrepareError(
-                        f"the parameter {full} is also {first}",
-                        why="an expert's parameter that is used elsewhere too cannot be given away",
-                        try_="give each its own parameter",
-                    )
-    named = dict(model.named_modules())
-    done = [_apply(named, path, kind, ranks, placement, plan) for (path, kind), plan in shares]
+    plans = [_plan(path, module, ranks, placement) for path, module in found]
+    _check_not_shared(model, plans)
+    done = [_apply(plan, ranks, placement) for plan in plans]
     _leave_to_us(model, [name for one in done for name in one.parameters])
     return done
 
@@ -221,12 +216,22 @@ def _check_all_reached(model: nn.Module, found: list[tuple[str, nn.Module]]) -> 
 
 # What becomes of a parameter
 
-_Plan = dict[str, tuple[nn.Module, str, _Share]]
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to become of one module's experts.
+
+    shares: by name in the model, the module that has the parameter, its name there, and its share.
+    """
+
+    path: str
+    kind: str
+    experts: int
+    shares: dict[str, tuple[nn.Module, str, _Share]]
 
 
-def _plan(path: str, module: nn.Module, ranks: Group, placement: str) -> tuple[tuple[str, str], _Plan]:
-    """By name in the model: the module that has the parameter, its name there, and its share."""
-    plan: _Plan = {}
+def _plan(path: str, module: nn.Module, ranks: Group, placement: str) -> _Plan:
+    plan: dict[str, tuple[nn.Module, str, _Share]] = {}
     listed = expert_modules(module)
     kind = "modules" if listed else "packed"
     experts = len(listed) if listed else next(iter(_packed(module).values())).shape[0]
@@ -249,9 +254,25 @@ def _plan(path: str, module: nn.Module, ranks: Group, placement: str) -> tuple[t
                 plan[f"{inner}.{own_name}"] = (part, own_name, share)
     for full, (holder, name, _) in plan.items():
         _check_parameter(full, holder._parameters[name])
-        if name in getattr(type(holder), _SHARES, {}):
-            raise PrepareError(f"{full} is shared between ranks already", try_="call expert_parallel once a model")
-    return (path, kind), plan
+    return _Plan(path, kind, experts, plan)
+
+
+def _check_not_shared(model: nn.Module, plans: Sequence[_Plan]) -> None:
+    """A parameter that is to be a share may have one name only."""
+    planned = {name for plan in plans for name in plan.shares}
+    first_name: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for own_name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{path}.{own_name}" if path else own_name
+            first = first_name.setdefault(id(parameter), name)
+            if first != name and planned & {first, name}:
+                raise PrepareError(
+                    f"the parameter {name} is also {first}",
+                    why="an expert's parameter that is used elsewhere too cannot be given away",
+                    try_="give each its own parameter",
+                )
 
 
 def _check_parameter(name: str, parameter: Tensor | None) -> None:
@@ -270,10 +291,10 @@ def _check_parameter(name: str, parameter: Tensor | None) -> None:
         )
 
 
-def _apply(named: Mapping[str, nn.Module], path: str, kind: str, ranks: Group, placement: str, plan: _Plan) -> Sharded:
+def _apply(plan: _Plan, ranks: Group, placement: str) -> Sharded:
     kept = whole = 0
     by_module: dict[int, tuple[nn.Module, dict[str, _Share]]] = {}
-    for holder, name, share in plan.values():
+    for holder, name, share in plan.shares.values():
         parameter = holder._parameters[name]
         assert parameter is not None
         with torch.no_grad():
@@ -283,10 +304,11 @@ def _apply(named: Mapping[str, nn.Module], path: str, kind: str, ranks: Group, p
         by_module.setdefault(id(holder), (holder, {}))[1][name] = share
     for holder, shares in by_module.values():
         holder.__class__ = _class_of(type(holder), tuple(shares.items()))  # type: ignore[arg-type]
-    module = named[path]
-    experts = len(expert_modules(module)) if kind == "modules" else next(iter(plan.values()))[2].shape[0]
-    own = tuple(owned(experts, ranks.ranks, ranks.rank, placement))
-    return Sharded(path, kind, experts, own, ranks.rank, ranks.ranks, ranks.name, placement, tuple(plan), kept, whole)
+    own = tuple(owned(plan.experts, ranks.ranks, ranks.rank, placement))
+    names = tuple(plan.shares)
+    return Sharded(
+        plan.path, plan.kind, plan.experts, own, ranks.rank, ranks.ranks, ranks.name, placement, names, kept, whole
+    )
 
 
 @cache

@@ -77,8 +77,11 @@ def run_scenarios(scenarios: Sequence[Callable[[int, int], Any]], rank: int, ran
 
     It stops at the first error: the other ranks then wait for this one, and nothing after it can be right.
     """
+    import torch
+
     found: dict[str, Any] = {}
     for scenario in scenarios:
+        torch._dynamo.reset()
         error = result = None
         begun = time.monotonic()
         try:
