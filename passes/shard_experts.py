@@ -23,7 +23,7 @@ from moe_compiler.aliasing import has_effect
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import GATHERS, Level, is_moepdl, op_name, user_line
-from moe_compiler.report import ExchangeRecord
+from moe_compiler.report import ExchangeRecord, plural
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 from moe_compiler.runtime_kernels.exchange.groups import Group, group
 from moe_compiler.runtime_kernels.exchange.placement import owned, owner
@@ -375,6 +375,6 @@ def _note_gathered(graph: Graph, context: Context) -> None:
     if left:
         where = user_line(left[0])
         context.report.notes.append(
-            f"{len(left)} weights that ranks share are gathered whole at every call, since no block that was rewritten "
-            f"reads them{', first at ' + where if where else ''}; the candidates that were missed say why"
+            f"{plural(len(left), 'weight')} that ranks share gathered whole at every call: no block that was rewritten "
+            f"reads it{', first at ' + where if where else ''}; the candidates that were missed say why"
         )

@@ -100,7 +100,7 @@ def run_scenarios(scenarios: Sequence[Callable[[int, int], Any]], rank: int, ran
 def of_scenario(results: list[dict[str, Any]], name: str) -> list[Any]:
     """What each rank returned from a scenario; a failure on any rank fails here, with its text."""
     for rank, found in enumerate(results):
-        errors = [f"{key}: {entry['error']}" for key, entry in found.items() if entry["error"]]
+        errors = [f"{key}: {entry['error'][-2000:]}" for key, entry in found.items() if entry["error"]]
         assert name in found, f"rank {rank} did not come to {name}: {errors}"
         assert found[name]["error"] is None, f"rank {rank}: {found[name]['error']}"
     return [found[name]["found"] for found in results]

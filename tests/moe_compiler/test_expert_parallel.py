@@ -131,7 +131,7 @@ def test_a_list_of_modules_is_one_exchange(two_long):
 @pytest.mark.timeout(460)
 def test_what_stays_gathered_is_told(two_long):
     for notes in of_scenario(two_long, "without_the_pass"):
-        assert any(note.startswith("2 weights that ranks share are gathered whole at every call") for note in notes)
+        assert any(note.startswith("2 weights that ranks share gathered whole at every call") for note in notes)
 
 
 @pytest.mark.slow
