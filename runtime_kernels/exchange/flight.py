@@ -13,6 +13,7 @@ told from what comes next.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -165,12 +166,17 @@ def wait(handle: Handle, group_: Group, layer: str, phase: str, epoch: int, time
             return
         why = f"it did not come within {timeout_s:g} s"
     except RuntimeError as error:
-        why = f"the connection failed: {str(error).strip().splitlines()[0]}"
+        why = f"the connection failed: {_reason(error)}"
     if not told:
         _tell(group_, epoch, layer, phase)
     missing = _missing(group_, epoch, begun + timeout_s, blame_s)
     who = ", ".join(f"rank {rank}" for rank in missing[:8]) or "a peer"
     raise _broken(group_, missing, f"{here}: no answer from {who}", why, layer, phase)
+
+
+def _reason(error: RuntimeError) -> str:
+    """The sentence of a library's error, without the place in its source and its advice."""
+    return re.sub(r"^\[[^\]]*\] *", "", str(error).strip().splitlines()[0]).partition(" This is typically")[0]
 
 
 def _broken(group_: Group, ranks: tuple[int, ...], what: str, why: str, layer: str, phase: str) -> BaseException:

@@ -5,6 +5,7 @@ Every rank makes the data of all ranks from their seeds, so each can compute wha
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -389,6 +390,26 @@ def refusals(rank: int, ranks: int) -> list[str]:
     return texts
 
 
+def a_rank_that_dies_before_its_backward(rank: int, ranks: int) -> Any:
+    """The survivors' error comes out of autograd, within the timeout, and every later call raises too."""
+    sharded = qwen3_block()
+    moe_compiler.expert_parallel(sharded, mesh(ranks))
+    call = torch.compile(sharded, backend=moepdl, options={**EAGER, "timeout_s": 30})
+    x = inputs(rank, 16, 32)[0].requires_grad_()
+    call(x).sum().backward()  # compiled on every rank
+    call = torch.compile(sharded, backend=moepdl, options={**EAGER, "timeout_s": 5})
+    y = call(x).sum()
+    if rank == 1:
+        os._exit(1)
+    begun = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        y.backward()
+    assert time.monotonic() - begun < 12  # the backward is compiled first
+    assert 1 in caught.value.ranks and caught.value.phase == "backward of combine"
+    assert error_of(PeerError, call, x).ranks == ()
+    return str(caught.value)
+
+
 SCENARIOS = (
     packed_static,
     overlapped,
@@ -407,6 +428,7 @@ SCENARIOS = (
     too_many_tokens_in_a_call,
     ranks_that_disagree,
     a_rank_that_does_not_compile,
+    a_rank_that_dies_before_its_backward,  # last: rank 1 does not live on
 )
 
 if __name__ == "__main__":
