@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ def run_ranks(
         assert path.exists(), f"rank {rank} wrote nothing: {log.read_text()[-3000:]}"
         found.append(json.loads(path.read_text()))
     return found
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[Any]:
+    """The group of rank 0 of `ranks`, of which the others do not exist: for compiling, in this process."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def joined(rank: int, ranks: int, folder: Path, seconds: float = 60) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import moe_compiler
@@ -20,6 +19,7 @@ from moe_compiler.pipeline import PIPELINE, run_phase
 from moe_compiler.testing import run_passes
 from moe_compiler.verify import check_exchanges
 from tests.moe_compiler.graphs import context
+from tests.ranks import fake_ranks
 
 ops = torch.ops.moepdl
 
@@ -45,12 +45,8 @@ class Block(nn.Module):
 @pytest.fixture
 def fake_group(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The group of rank 0 of as many ranks as the test asks for, 8 by default."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    ranks = getattr(request, "param", 8)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with fake_ranks(getattr(request, "param", 8)) as group:
+        yield group
 
 
 def sharded(group: Any, experts: int = 8, hidden: int = 32) -> nn.Module:
