@@ -7,6 +7,7 @@ collide on, no network.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -96,6 +97,7 @@ def run_scenarios(scenarios: Sequence[Callable[[int, int], Any]], rank: int, ran
     found: dict[str, Any] = {}
     for scenario in scenarios:
         torch._dynamo.reset()
+        faulthandler.dump_traceback_later(120)  # into the log, should it hang
         error = result = None
         begun = time.monotonic()
         try:

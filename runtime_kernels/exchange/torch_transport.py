@@ -25,9 +25,10 @@ class _Work:
         try:
             self.work.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            if self.work.is_completed():
-                raise
-            return False
+            if not self.work.is_completed():
+                return False
+            # It has failed, or it ended between the end of the wait and the question: then this returns at once.
+            self.work.wait(timedelta(seconds=1))
         return True
 
 
