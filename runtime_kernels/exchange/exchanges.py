@@ -74,12 +74,14 @@ def end_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> rows [R*C,H], row_ids int64 [R*C,k], row_weights [R*C,k]."""
     parts = [Part(dtype, (capacity, hidden)), Part(torch.int32, (capacity, k)), Part(weights_dtype, (capacity, k))]
-    rows, ids, weights = views(flight.land(), parts)
-    return (
-        rows.reshape(-1, hidden).clone(memory_format=torch.contiguous_format),
-        ids.reshape(-1, k).to(torch.int64),
-        weights.reshape(-1, k).clone(memory_format=torch.contiguous_format),
-    )
+    with flight.landed() as message:
+        rows, ids, weights = views(message, parts)
+        return _fresh(rows, hidden), ids.reshape(-1, k).to(torch.int64), _fresh(weights, k)
+
+
+def _fresh(part: Tensor, width: int) -> Tensor:
+    """[R, C, width] of a message as [R*C, width] in memory of its own."""
+    return part.reshape(-1, width).clone(memory_format=torch.contiguous_format)
 
 
 def start_combine(out: Tensor, route: Route, phase: str) -> Flight:
@@ -96,8 +98,9 @@ def end_combine(
     flight: Flight, slots: Tensor, capacity: int, hidden: int, sent: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
     """-> y [T,H] in `dtype` of what came in `sent`: for each token the sum over the ranks, in fp32 or wider."""
-    (out,) = views(flight.land(), [Part(sent, (capacity, hidden))])
-    return combined(out, slots, dtype)
+    with flight.landed() as message:
+        (out,) = views(message, [Part(sent, (capacity, hidden))])
+        return combined(out, slots, dtype)
 
 
 def start_redispatch(grad_y: Tensor, slots: Tensor, route: Route) -> Flight:
@@ -108,8 +111,9 @@ def start_redispatch(grad_y: Tensor, slots: Tensor, route: Route) -> Flight:
 
 def end_redispatch(flight: Flight, capacity: int, hidden: int, dtype: torch.dtype) -> Tensor:
     """-> rows [R*C,H], zeros in unused slots."""
-    (rows,) = views(flight.land(), [Part(dtype, (capacity, hidden))])
-    return rows.reshape(-1, hidden).clone(memory_format=torch.contiguous_format)
+    with flight.landed() as message:
+        (rows,) = views(message, [Part(dtype, (capacity, hidden))])
+        return _fresh(rows, hidden)
 
 
 def start_return_weights(grads: Tensor, route: Route) -> Flight:
@@ -122,5 +126,6 @@ def end_return_weights(
     flight: Flight, ids: Tensor, slots: Tensor, experts: int, placement: str, capacity: int, dtype: torch.dtype
 ) -> Tensor:
     """-> [T,k] in `dtype`: of each choice what the rank made that owns the expert, zero for no expert."""
-    (grads,) = views(flight.land(), [Part(dtype, (capacity, ids.shape[1]))])
-    return returned_weights(grads, slots, ids, experts, placement)
+    with flight.landed() as message:
+        (grads,) = views(message, [Part(dtype, (capacity, ids.shape[1]))])
+        return returned_weights(grads, slots, ids, experts, placement)

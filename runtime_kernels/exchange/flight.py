@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +48,23 @@ class Flight:
     epoch: int
     timeout_s: float
     handle: Handle | None
+    sent: Tensor
     received: Tensor
 
-    def land(self) -> Tensor:
-        """What the others sent, when all of it is there. Raises the error about peers."""
+    @contextmanager
+    def landed(self) -> Iterator[Tensor]:
+        """What the others sent, when all of it is there; its memory is freed at the end.
+
+        Raises the error about peers.
+        """
         if self.handle is not None:
             wait(self.handle, self.group, self.layer, self.phase, self.epoch, self.timeout_s)
             self.handle = None
-        return self.received
+        yield self.received
+        if self.received.device.type == "cpu":
+            # The transport may keep the tensors for a while, but not their memory.
+            for buffer in (self.sent, self.received):
+                buffer.untyped_storage().resize_(0)
 
 
 def take_off(
@@ -78,12 +87,12 @@ def take_off(
     group_.epoch += 1
     received = send.new_empty((sum(receives), send.shape[1]))
     if group_.fake:  # nobody sends anything: zeros
-        return Flight(group_, layer, phase, group_.epoch, timeout_s, None, received.zero_())
+        return Flight(group_, layer, phase, group_.epoch, timeout_s, None, send, received.zero_())
     if send.device.type == "cpu":
         agree(group_, layer, phase, timeout_s, {"bytes": send.shape[1]})
     # An exchange of nothing (rows of no bytes) is one nevertheless, but not one that a library would have to know.
     handle = transport_of(group_).start(group_, send, received, sends, receives) if send.shape[1] else None
-    return Flight(group_, layer, phase, group_.epoch, timeout_s, handle, received)
+    return Flight(group_, layer, phase, group_.epoch, timeout_s, handle, send, received)
 
 
 def refuse(name: str, error: BaseException, layer: str, phase: str, timeout_s: float, device: torch.device) -> None:

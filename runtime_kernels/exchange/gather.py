@@ -48,11 +48,12 @@ def _gather(local: Tensor, group: str, experts: int, placement: str, name: str) 
     share = local.new_zeros((most, *local.shape[1:]))
     share[: len(own)] = local
     message, parts = packed([share.expand(ranks.ranks, *share.shape)])
-    (shares,) = views(take_off(group, message, name, "gather", TIMEOUT_S).land(), parts)
     whole = local.new_empty((experts, *local.shape[1:]))
-    for rank in range(ranks.ranks):
-        theirs = owned(experts, ranks.ranks, rank, placement)
-        whole[theirs.start : theirs.stop : theirs.step] = shares[rank, : len(theirs)]
+    with take_off(group, message, name, "gather", TIMEOUT_S).landed() as received:
+        (shares,) = views(received, parts)
+        for rank in range(ranks.ranks):
+            theirs = owned(experts, ranks.ranks, rank, placement)
+            whole[theirs.start : theirs.stop : theirs.step] = shares[rank, : len(theirs)]
     return whole
 
 
@@ -64,8 +65,9 @@ def _reduce(grad: Tensor, group: str, experts: int, placement: str, name: str) -
         theirs = owned(experts, ranks.ranks, rank, placement)
         shares[rank, : len(theirs)] = grad[theirs.start : theirs.stop : theirs.step]
     message, parts = packed([shares])
-    (made,) = views(take_off(group, message, name, "reduce", TIMEOUT_S).land(), parts)
-    return _summed(made)[: local_count(experts, ranks.ranks, ranks.rank, placement)].clone()
+    with take_off(group, message, name, "reduce", TIMEOUT_S).landed() as received:
+        (made,) = views(received, parts)
+        return _summed(made)[: local_count(experts, ranks.ranks, ranks.rank, placement)].clone()
 
 
 def _summed(made: Tensor) -> Tensor:
@@ -97,8 +99,8 @@ def _gather_one(local: Tensor, group: str, owner: int, shape: Sequence[int], nam
     rows = [int(rank == owner) for rank in range(ranks.ranks)]
     sends = [int(mine)] * ranks.ranks
     flight = take_off(group, message, name, "gather", TIMEOUT_S, send_rows=sends, received_rows=rows)
-    (found,) = views(flight.land(), [part])
-    return found[0].clone()
+    with flight.landed() as received:
+        return views(received, [part])[0][0].clone()
 
 
 def _reduce_one(grad: Tensor, group: str, owner: int, name: str) -> Tensor:
@@ -108,8 +110,8 @@ def _reduce_one(grad: Tensor, group: str, owner: int, name: str) -> Tensor:
     rows = [int(rank == owner) for rank in range(ranks.ranks)]
     receives = [int(mine)] * ranks.ranks
     flight = take_off(group, message, name, "reduce", TIMEOUT_S, send_rows=rows, received_rows=receives)
-    received = flight.land()
-    return _summed(views(received, parts)[0]) if mine else grad.new_empty((0, *grad.shape[1:]))
+    with flight.landed() as received:
+        return _summed(views(received, parts)[0]).clone() if mine else grad.new_empty((0, *grad.shape[1:]))
 
 
 def _fake_gather_one(local: Tensor, group: str, owner: int, shape: Sequence[int], name: str) -> Tensor:

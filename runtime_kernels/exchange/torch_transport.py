@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_compiler.runtime_kernels.exchange.groups import Group
+
+# The latest collectives on CPUs stay referred to after they are over. A thread of gloo's drops its own reference a
+# moment after the wait has ended, under a lock that the start of the next collective takes with the GIL held; were it
+# the last reference, the thread would need the GIL to free the tensors, and both would wait for ever. Their memory is
+# freed all the same, see `flight.Flight.landed`.
+_LATEST: deque[object] = deque(maxlen=256)
 
 
 class _Work:
@@ -44,6 +51,8 @@ class TorchTransport:
         work = dist.all_to_all_single(
             received, send, list(received_rows), list(send_rows), group=group.process_group, async_op=True
         )
+        if send.device.type == "cpu":
+            _LATEST.append((work, send, received))
         return _Work(work, (send, received), send.device.type != "cpu")
 
 
