@@ -18,14 +18,32 @@ if TYPE_CHECKING:
     from moe_compiler.preparation.prepare import Change as Change
     from moe_compiler.preparation.prepare import prepare as prepare
     from moe_compiler.report import Report as Report
+    from moe_compiler.sharding import Sharded as Sharded
+    from moe_compiler.sharding import expert_parallel as expert_parallel
+    from moe_compiler.sharding import full_state_dict as full_state_dict
 
 __version__ = "0.1.0"
-__all__ = ["Change", "Report", "__version__", "errors", "explain", "last_reports", "prepare", "testing"]
+__all__ = [
+    "Change",
+    "Report",
+    "Sharded",
+    "__version__",
+    "errors",
+    "expert_parallel",
+    "explain",
+    "full_state_dict",
+    "last_reports",
+    "prepare",
+    "testing",
+]
 
 _WHERE = {
     "Change": "moe_compiler.preparation.prepare",
     "Report": "moe_compiler.report",
+    "Sharded": "moe_compiler.sharding",
+    "expert_parallel": "moe_compiler.sharding",
     "explain": "moe_compiler.backend",
+    "full_state_dict": "moe_compiler.sharding",
     "last_reports": "moe_compiler.backend",
     "prepare": "moe_compiler.preparation.prepare",
 }

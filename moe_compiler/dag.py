@@ -18,7 +18,7 @@ from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.cost import cost_text
 from moe_compiler.critical_path import Timing, timing
 from moe_compiler.inline import named_arguments
-from moe_compiler.moe_ir import STAGES, is_moepdl, op_name, size_expr
+from moe_compiler.moe_ir import COLLECTIVES, STAGES, WAITS, is_moepdl, op_name, size_expr
 from moe_compiler.report import BranchRecord, DagRecord
 from moe_compiler.runtime_kernels.weights import num_experts, preact_size
 
@@ -98,6 +98,8 @@ def build_dag(graph: Graph) -> nx.DiGraph:
 
 def _collective_group(node: Node) -> str | None:
     """The group of a collective that starts here, None for any other call (a wait is ordered by what it waits for)."""
+    if is_moepdl(node):
+        return str(named_arguments(node)["group"]) if op_name(node) in COLLECTIVES else None
     if "c10d_functional" not in getattr(node.target, "namespace", "") or op_name(node) == "wait_tensor":
         return None
     named = named_arguments(node)
@@ -227,6 +229,8 @@ def to_record(
             if predicted is not None:
                 times[node] = predicted
                 entry["predicted_us"] = round(predicted, 3)
+        elif is_moepdl(node) and op_name(node) in COLLECTIVES | WAITS:
+            entry["kind"] = "exchange"
         elif node.name in of_branches:
             entry["kind"] = "branch"
             if node.name in matmuls:

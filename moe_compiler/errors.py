@@ -158,3 +158,79 @@ class MatchRequired(MoepdlError):
 
 class PrepareError(MoepdlError):
     """`moe_compiler.prepare` or `expert_parallel` cannot change this model as asked."""
+
+
+class CapacityError(MoepdlError):
+    """A rank of an expert-parallel group has more tokens than the group's exchange has room for.
+
+    tokens, capacity: how many there are, and how many were agreed on; layer: the block
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        tokens: int = 0,
+        capacity: int = 0,
+        layer: str = "",
+        why: str = "",
+        try_: str = "",
+        where: str = "",
+    ) -> None:
+        self.tokens = tokens
+        self.capacity = capacity
+        self.layer = layer
+        super().__init__(what, why=why, try_=try_, where=where)
+
+
+class PeerError(MoepdlError):
+    """Ranks of an expert-parallel group are dead, late, or doing something else than this one.
+
+    ranks: those to blame, as far as is known; rank: the first of them; layer, phase: what this rank waited for, where
+    phase "compile" is the agreement ahead of the first call; epoch: which exchange of the group it was, from 1
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        rank: int | None = None,
+        layer: str = "",
+        phase: str = "",
+        epoch: int = 0,
+        why: str = "",
+        try_: str = "",
+        where: str = "",
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank if rank is not None else next(iter(self.ranks), None)
+        self.layer = layer
+        self.phase = phase
+        self.epoch = epoch
+        super().__init__(what, why=why, try_=try_, where=where)
+
+
+class PlanMismatchError(MoepdlError):
+    """The ranks of an expert-parallel group compiled blocks that do not fit together; every rank raises it.
+
+    field: what differs; values: by rank, as text; rank: the first rank that differs from rank 0; layer: the block
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        field: str = "",
+        values: tuple[str, ...] = (),
+        rank: int | None = None,
+        layer: str = "",
+        why: str = "",
+        try_: str = "",
+        where: str = "",
+    ) -> None:
+        self.field = field
+        self.values = tuple(values)
+        self.rank = rank
+        self.layer = layer
+        super().__init__(what, why=why, try_=try_, where=where)

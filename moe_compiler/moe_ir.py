@@ -21,8 +21,13 @@ from torch.fx import Graph, Node
 
 __all__ = [
     "BACKWARD_STAGES",
+    "COLLECTIVES",
+    "EXCHANGES",
     "FORWARD_STAGES",
+    "GATHERS",
     "STAGES",
+    "STARTS",
+    "WAITS",
     "ExpertsSpec",
     "Level",
     "Match",
@@ -60,12 +65,23 @@ BACKWARD_STAGES = (
 )
 STAGES = frozenset(FORWARD_STAGES) | frozenset(BACKWARD_STAGES)
 
+# Experts of a sharded model that are read whole, and their gradients: part of the model's own code at every level.
+GATHERS = frozenset({"gather_experts", "gather_expert"})
+SHARES = GATHERS | {"reduce_experts", "reduce_expert"}
+# Exchanges between the ranks that hold a block's experts; at the level of stages each is a start and a wait.
+EXCHANGES = ("ep_dispatch", "ep_combine", "ep_redispatch", "ep_return_weights")
+STARTS = frozenset(f"{name}_start" for name in EXCHANGES)
+WAITS = frozenset(f"{name}_wait" for name in EXCHANGES)
+
+# Those that all ranks of a group start in the same order.
+COLLECTIVES = SHARES | frozenset(EXCHANGES) | STARTS
+
 # Chains may stand beside stages that no chain took (chain_pdl disabled); the moe level is gone after expand_stages.
 _VOCABULARY: dict[Level, frozenset[str]] = {
-    Level.CAPTURED: frozenset(),
-    Level.MOE: MOE_OPERATORS,
-    Level.STAGES: STAGES,
-    Level.LAUNCHES: STAGES | {"chain", "chain_start", "chain_wait"},
+    Level.CAPTURED: GATHERS,
+    Level.MOE: MOE_OPERATORS | SHARES | frozenset(EXCHANGES),
+    Level.STAGES: STAGES | SHARES | STARTS | WAITS,
+    Level.LAUNCHES: STAGES | SHARES | STARTS | WAITS | {"chain", "chain_start", "chain_wait"},
 }
 
 

@@ -70,6 +70,15 @@ class Options:
     chunks: str | int = _option(
         "auto", "number of token chunks of an overlapped exchange", '"auto" or an int >= 1', choices=("auto",)
     )
+    capacity: int = _option(
+        0,
+        "the most tokens that a rank of an expert-parallel group ever has; 0: agreed between the ranks when a block is "
+        "compiled first",
+        "an int >= 0",
+    )
+    timeout_s: int | float = _option(
+        30, "seconds that a rank of an expert-parallel group waits for the others before it is an error", "a number > 0"
+    )
     disable: tuple[str, ...] = _option(
         (), "passes and formulations to leave out, by exact name", "a list of pass or formulation names"
     )
@@ -302,6 +311,12 @@ def _check_chunks(key: str, value: Any, source: str, _: Collection[str]) -> str 
     raise _bad(key, value, source)
 
 
+def _check_capacity(key: str, value: Any, source: str, _: Collection[str]) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise _bad(key, value, source)
+
+
 def _check_require_match(key: str, value: Any, source: str, _: Collection[str]) -> bool | int:
     if isinstance(value, int) and value >= 0:
         return value
@@ -324,7 +339,7 @@ def _check_disable(key: str, value: Any, source: str, known_names: Collection[st
     return tuple(names)
 
 
-def _check_budget(key: str, value: Any, source: str, _: Collection[str]) -> int | float:
+def _check_seconds(key: str, value: Any, source: str, _: Collection[str]) -> int | float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
         return value
     raise _bad(key, value, source)
@@ -396,7 +411,9 @@ def _check_mode(key: str, value: Any, source: str, _: Collection[str]) -> str | 
 _CHECKS: dict[str, Callable[[str, Any, str, Collection[str]], Any]] = {
     "chunks": _check_chunks,
     "require_match": _check_require_match,
-    "tune_budget_s": _check_budget,
+    "tune_budget_s": _check_seconds,
+    "capacity": _check_capacity,
+    "timeout_s": _check_seconds,
     "tiles": _check_tiles,
     "disable": _check_disable,
     "dump": _check_dump,
@@ -434,7 +451,7 @@ def _parse_json(text: str) -> Any:
         ) from None
 
 
-def _parse_budget(text: str) -> str | int | float:
+def _parse_seconds(text: str) -> str | int | float:
     """A number where the text is one, else the text: the check then says what is allowed."""
     try:
         return float(text)
@@ -452,7 +469,9 @@ def _parse_tiles(text: str) -> Any:
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    "tune_budget_s": _parse_budget,
+    "tune_budget_s": _parse_seconds,
+    "capacity": _parse_number,
+    "timeout_s": _parse_seconds,
     "tiles": _parse_tiles,
     "chunks": _parse_number,
     "require_match": _parse_require_match,

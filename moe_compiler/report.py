@@ -19,12 +19,14 @@ from moe_compiler.report_records import (
     ChainRecord,
     DagRecord,
     EdgeRecord,
+    ExchangeRecord,
     FragmentRecord,
     GraphRecord,
     LaunchRecord,
     MatchRecord,
     MemoryRecord,
     MissRecord,
+    OverlapRecord,
     PassRecord,
     VariantRecord,
     fold,
@@ -39,12 +41,14 @@ __all__ = [
     "ChainRecord",
     "DagRecord",
     "EdgeRecord",
+    "ExchangeRecord",
     "FragmentRecord",
     "GraphRecord",
     "LaunchRecord",
     "MatchRecord",
     "MemoryRecord",
     "MissRecord",
+    "OverlapRecord",
     "PassRecord",
     "Report",
     "VariantRecord",
@@ -72,6 +76,7 @@ class Report:
     tiles:          where the kernels' tiles come from, e.g. "tuned on NVIDIA H200", or why they are the shipped ones
     pdl_off:        why no launch is programmatic; empty when PDL is in use or there is no chain
     schedule:       the chains, forward first
+    exchanges:      of the expert-parallel blocks; overlaps: what runs while each of them travels, where any may
     fragments:      where Dynamo broke the frame: what is in pieces is no block, and counts as none
     notes:          what else the user should know, one sentence each ("overlap off: no all-to-all in this graph")
     errors:         text of errors that `on_error="fallback"` turned into an unchanged graph
@@ -87,6 +92,8 @@ class Report:
     environment: dict[str, Any] = field(default_factory=dict)
     matches: list[MatchRecord] = field(default_factory=list)
     misses: list[MissRecord] = field(default_factory=list)
+    exchanges: list[ExchangeRecord] = field(default_factory=list)
+    overlaps: list[OverlapRecord] = field(default_factory=list)
     fragments: list[FragmentRecord] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     schedule: list[ChainRecord] = field(default_factory=list)
@@ -145,6 +152,14 @@ class Report:
         """The misses, best attempt first, equal layers folded."""
         folded = fold(self.misses, ignore="node")
         return sorted(folded, key=lambda miss: -miss.steps_passed / max(miss.steps_total, 1))
+
+    def folded_exchanges(self) -> list[ExchangeRecord]:
+        """The exchanges, equal layers folded."""
+        return fold(self.exchanges, ignore=("block", "where"))
+
+    def folded_overlaps(self) -> list[OverlapRecord]:
+        """What runs beside exchanges, equal layers folded."""
+        return fold(self.overlaps, ignore="block")
 
     def folded_fragments(self) -> list[FragmentRecord]:
         """The graph breaks, equal layers folded."""

@@ -18,11 +18,13 @@ __all__ = [
     "ChainRecord",
     "DagRecord",
     "EdgeRecord",
+    "ExchangeRecord",
     "FragmentRecord",
     "GraphRecord",
     "LaunchRecord",
     "MatchRecord",
     "MissRecord",
+    "OverlapRecord",
     "PassRecord",
     "VariantRecord",
     "fold",
@@ -119,6 +121,73 @@ class MissRecord:
     hint: str = ""
     at: str = ""
     count: int = 1
+
+
+@dataclass(frozen=True)
+class ExchangeRecord:
+    """The exchange of an expert-parallel block.
+
+    block:           where it sits, e.g. `layers.0.mlp`; `where` is the user's line
+    group, ranks:    the process group's name, and how many ranks it has
+    experts:         of the whole group; placement: how they are spread
+    capacity:        slots a rank has for each source, in each chunk; `agreed` says where it comes from
+    dispatch_bytes, combine_bytes: what a rank sends to all the others together in a forward, in all chunks
+    transport:       what carries it
+    chunks:          into how many parts the tokens are cut
+    """
+
+    block: str
+    where: str
+    group: str
+    ranks: int
+    experts: int
+    placement: str
+    capacity: int
+    agreed: str
+    dispatch_bytes: int
+    combine_bytes: int
+    transport: str
+    chunks: int = 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" x{self.count}" if self.count > 1 else ""
+        parts = f", {self.chunks} chunks" if self.chunks > 1 else ""
+        return (
+            f"exchange{times}: {plural(self.ranks, 'rank')} over {self.transport}, E={self.experts} {self.placement}, "
+            f"{self.capacity} slots for each source ({self.agreed}){parts}; a rank sends {_size(self.dispatch_bytes)} "
+            f"out and {_size(self.combine_bytes)} back"
+        )
+
+
+@dataclass(frozen=True)
+class OverlapRecord:
+    """What is computed while an exchange travels.
+
+    direction: "forward" or "backward"; exchange: which of the block's; block: where it sits
+    matmuls:   how many dense matmuls were brought in between; stages: of expert blocks, what runs in between
+    """
+
+    direction: str
+    exchange: str
+    block: str
+    matmuls: int
+    stages: tuple[str, ...] = ()
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" x{self.count}" if self.count > 1 else ""
+        beside = [plural(self.matmuls, "matmul")] if self.matmuls else []
+        beside += [", ".join(dict.fromkeys(self.stages))] if self.stages else []
+        return f"{self.direction} {self.exchange}{times}: beside {' and '.join(beside) or 'nothing'}"
+
+
+def _size(count: int) -> str:
+    """Bytes as a reader wants them: 3.21 MB."""
+    return next(
+        (f"{count / unit:.3g} {name}" for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= unit),
+        f"{count} B",
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from moe_compiler.aliasing import has_effect
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.inline import named_arguments, write_out
-from moe_compiler.moe_ir import Level, is_moepdl, op_name
+from moe_compiler.moe_ir import EXCHANGES, Level, is_moepdl, op_name
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 from moe_compiler.runtime_kernels.route.reference import route_backward
 from moe_compiler.runtime_kernels.weights import are_in_turns, num_experts
@@ -66,6 +66,11 @@ class _Expansion:
             self.node.graph.erase_node(user)
         self.erase()
 
+    def replace_whole(self, result: Node) -> None:
+        """The same for a node with one result."""
+        self.node.replace_all_uses_with(result)
+        self.erase()
+
     def erase(self) -> None:
         self.node.graph.erase_node(self.node)
 
@@ -90,8 +95,7 @@ def _expand_experts(node: Node, *, saving: bool) -> None:
     if saving:
         e.replace([y, e.item(first, 1), perm, starts])
     else:
-        node.replace_all_uses_with(y)
-        e.erase()
+        e.replace_whole(y)
 
 
 def _expand_experts_backward(node: Node) -> None:
@@ -141,19 +145,64 @@ def _expand_experts_backward(node: Node) -> None:
     e.replace(results)
 
 
+class _Order:
+    """The exchanges of each group, in the order of the graph: each start reads the token of the one before."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, Node] = {}
+
+    def before(self, group: str) -> list[Node]:
+        return [self.tokens[group]] if group in self.tokens else []
+
+
+def _expand_exchange(node: Node, order: _Order) -> None:
+    """An exchange as its start and, at once, its wait; `overlap_all_to_all` moves them apart."""
+    a, e = named_arguments(node), _Expansion(node)
+    name, group, capacity = op_name(node), a["group"], a["capacity"]
+    sent: tuple[Any, ...]
+    after, told = order.before(group), (a.get("layer", ""), a.get("timeout_s", 30.0))
+    if name == "ep_dispatch":
+        where = (group, a["experts"], a["placement"], capacity)
+        start = e.stage("ep_dispatch_start", a["x"], a["ids"], a["weights"], after, *where, *told)
+        token, slots = e.item(start, 0), e.item(start, 1)
+        x, scores = a["x"].meta["val"], a["weights"].meta["val"]
+        sizes = (_size(a["x"], 1), _size(a["ids"], 1), x.dtype, scores.dtype)
+        wait = e.stage("ep_dispatch_wait", token, [], group, capacity, *sizes)
+        e.replace([*(e.item(wait, index) for index in range(3)), slots])
+    elif name == "ep_combine":
+        token = e.stage("ep_combine_start", a["out"], after, group, capacity, *told, a.get("phase", "combine"))
+        sent = (_size(a["out"], 1), a["out"].meta["val"].dtype, a["dtype"])
+        e.replace_whole(e.stage("ep_combine_wait", token, a["slots"], [], capacity, *sent))
+    elif name == "ep_redispatch":
+        token = e.stage("ep_redispatch_start", a["grad_y"], a["slots"], after, group, capacity, *told)
+        sent = (_size(a["grad_y"], 1), a["grad_y"].meta["val"].dtype)
+        e.replace_whole(e.stage("ep_redispatch_wait", token, [], group, capacity, *sent))
+    else:
+        token = e.stage("ep_return_weights_start", a["grads"], after, group, capacity, *told)
+        where = (a["experts"], a["placement"], capacity, a["grads"].meta["val"].dtype)
+        e.replace_whole(e.stage("ep_return_weights_wait", token, a["ids"], a["slots"], [], *where))
+    order.tokens[group] = token
+
+
+def _size(node: Node, dim: int) -> int:
+    return int(node.meta["val"].shape[dim])
+
+
 @graph_pass(level=Level.STAGES, numerics="exact")
 def expand_stages(graph: Graph, context: Context) -> int:
-    """Open moepdl::experts, its saving and backward forms, and route_backward into stages.
+    """Open moepdl::experts, its saving and backward forms, route_backward and the exchanges into stages.
 
     before   y = experts(x, i, w, [W1], [], [W2], "silu", ..)
     after    r, o = order(i, E); a = gate_up(x, None, r, o, [W1], ..); p = down(a, r, o, [W2]); y = combine(p, w, k)
     """
-    count = 0
+    count, order = 0, _Order()
     for node in list(graph.nodes):
         if not is_moepdl(node):
             continue
         name = op_name(node)
-        if name in ("experts", "experts_saving"):
+        if name in EXCHANGES:
+            _expand_exchange(node, order)
+        elif name in ("experts", "experts_saving"):
             _expand_experts(node, saving=name == "experts_saving")
         elif name == "experts_backward":
             _expand_experts_backward(node)

@@ -55,7 +55,9 @@ def _without_autocast(cpu: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """A context in which operators skip their Autograd kernels. The only private torch API of this package."""
+    """A context in which operators skip their Autograd kernels. Private in torch, as are two names in
+    exchange/groups.py, and nothing else of this package.
+    """
     return torch._C._AutoDispatchBelowAutograd()
 
 

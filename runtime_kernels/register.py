@@ -4,6 +4,9 @@ from moe_compiler.runtime_kernels.chain import beside as _beside  # noqa: F401
 from moe_compiler.runtime_kernels.chain import op as _chain  # noqa: F401
 from moe_compiler.runtime_kernels.combine import op as _combine  # noqa: F401
 from moe_compiler.runtime_kernels.down import op as _down  # noqa: F401
+from moe_compiler.runtime_kernels.exchange import gather as _gather  # noqa: F401
+from moe_compiler.runtime_kernels.exchange import halves as _halves  # noqa: F401
+from moe_compiler.runtime_kernels.exchange import op as _exchange  # noqa: F401
 from moe_compiler.runtime_kernels.experts import op as _experts  # noqa: F401
 from moe_compiler.runtime_kernels.gate_up import op as _gate_up  # noqa: F401
 from moe_compiler.runtime_kernels.grad_act import op as _grad_act  # noqa: F401

@@ -141,6 +141,15 @@ def _module_banks(module: nn.Module) -> Iterator[ExpertBank]:
         yield ExpertBank(f"{name}: {len(experts)} modules", len(experts), _width(found[0]), _Modules(path))
 
 
+def expert_modules(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The experts of a list or dict by their names in it, where all with parameters are MLPs alike; else none."""
+    if not isinstance(container, (nn.ModuleList, nn.ModuleDict)):
+        return []
+    found = [(name, module) for name, module in container.named_children() if _has_parameters(module)]
+    layouts = {tuple((name, p.shape) for name, p in expert.named_parameters()) for _, expert in found}
+    return found if len(found) > 1 and len(layouts) == 1 and all(_is_expert(expert) for _, expert in found) else []
+
+
 def _experts_in(container: nn.ModuleList | nn.ModuleDict) -> list[nn.Module]:
     """The modules of a list, by number; of a dict those with parameters, which may stand beside a dropout."""
     if isinstance(container, nn.ModuleDict):

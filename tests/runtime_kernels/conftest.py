@@ -14,16 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_compiler.runtime_kernels.activations import parse_activation
 from moe_compiler.runtime_kernels.weights import in_turns, out_size
 
-GATED_LAYOUTS = (
-    "packed",
-    "packed_transposed",
-    "separate",
-    "list",
-    "list_packed",
-    "list_transposed",
-    "turns",
-    "turns_transposed",
-)
 # Relative to the norm. The narrow types round the pre-activation, the activation and the down result.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -13,7 +13,7 @@ from moe_compiler.runtime_kernels.experts.in_turns import in_turns
 from moe_compiler.runtime_kernels.registry import kernel
 from moe_compiler.runtime_kernels.weights import ExpertWeights
 from moe_compiler.runtime_kernels.weights import in_turns as turned
-from tests.runtime_kernels.conftest import GATED_LAYOUTS
+from tests.runtime_kernels.layouts import GATED_LAYOUTS
 
 ops = torch.ops.moepdl
 

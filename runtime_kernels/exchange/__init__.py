@@ -1,0 +1,1 @@
+"""Expert parallelism: tokens travel to the ranks that own their experts, and back."""
