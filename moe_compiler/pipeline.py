@@ -22,7 +22,7 @@ from moe_compiler.passes.canonicalize import canonicalize
 from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.passes.find_moe import find_moe
-from moe_compiler.passes.formulations.registry import formulation_names
+from moe_compiler.passes.formulations.registry import exchange_names, formulation_names
 from moe_compiler.passes.inline_few import inline_few
 from moe_compiler.passes.join_router import join_router
 from moe_compiler.passes.lower import lower
@@ -48,7 +48,7 @@ PIPELINE: tuple[tuple[str, GraphPass], ...] = (
 
 def known_names() -> frozenset[str]:
     """Names that `options={"disable": [...]}` accepts: passes and formulations."""
-    return frozenset(pass_names()) | frozenset(formulation_names())
+    return frozenset(pass_names()) | frozenset((*formulation_names(), *exchange_names()))
 
 
 def pass_names() -> tuple[str, ...]:

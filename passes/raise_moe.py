@@ -17,7 +17,8 @@ from torch.fx import Graph, Node
 from moe_compiler import device
 from moe_compiler.aliasing import has_effect, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
-from moe_compiler.moe_ir import Level, Match, Miss, op_name, size_expr, user_line
+from moe_compiler.moe_ir import Exchange, Level, Match, Miss, op_name, size_expr, user_line
+from moe_compiler.passes.formulations.collectives import is_wait
 from moe_compiler.passes.formulations.id_range import id_checks
 from moe_compiler.passes.formulations.topk import STAYS
 from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
@@ -27,6 +28,7 @@ from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - d
 __all__ = ["leave_alone", "raise_moe"]
 
 _aten = torch.ops.aten
+_ops = torch.ops.moepdl
 
 
 def _cast(node: Node, dtype: torch.dtype) -> Node:
@@ -42,6 +44,25 @@ def _oriented(node: Node, transposed: bool) -> Node:
     if swaps_last_two(node):
         return node.args[0]
     return insert(node, _aten.transpose.int, (node, -2, -1))
+
+
+def _whole(local: list[Node], exchange: Exchange | None) -> list[Node]:
+    """One role's tensors of all experts, as `shard_experts` reads them: those of this rank stay where they are.
+
+    local: one packed tensor, or one an expert, of this rank's experts; the same where no exchange is replaced.
+    """
+    if exchange is None or not local:
+        return local
+    group, experts, own = exchange.group, exchange.experts, exchange.experts // exchange.ranks
+    if local[0].meta["val"].dim() > 1 and len(local) == 1 and own > 1:
+        return [insert(local[0], _ops.gather_experts.default, (local[0], group, experts, "contiguous"))]
+    shape = [int(size) for size in local[0].meta["val"].shape]
+    found, empty = [], insert(local[0], _aten.slice.Tensor, (local[0], 0, 0, 0))
+    for expert in range(experts):
+        owner, place = divmod(expert, own)
+        one = local[place] if owner == exchange.rank else empty
+        found.append(insert(one, _ops.gather_expert.default, (one, group, owner, shape)))
+    return found
 
 
 def _flat_bias(node: Node) -> Node:
@@ -213,9 +234,10 @@ class _Raising:
             lists = {}
             for role in ("gate", "up", "down"):
                 oriented = [_oriented(self.now(n), role in match.transposed) for n in getattr(match, role)]
+                oriented = _whole(oriented, match.exchange)
                 lists[role] = [_cast(n, spec.compute_dtype) for n in oriented]
             for role in ("gate_bias", "up_bias", "down_bias"):
-                flat = [_flat_bias(self.now(n)) for n in getattr(match, role)]
+                flat = _whole([_flat_bias(self.now(n)) for n in getattr(match, role)], match.exchange)
                 lists[role] = [_cast(n, spec.compute_dtype) for n in flat]
             if not match.up and spec.packing != "gate_up":
                 lists["gate"], lists["up"] = _unpacked(lists["gate"], spec.packing, -2)
@@ -281,7 +303,9 @@ def _drop_inside(graph: Graph, inner: set[Node]) -> None:
 
 
 def _has_effect(node: Node, inner: set[Node]) -> bool:
-    return has_effect(node) and not is_op(node, *_STATEMENTS) and not (node in inner and mutated_arguments(node))
+    # What a block waited for and what it wrote is its own; a wait counts as an effect for its own sake.
+    own = node in inner and (mutated_arguments(node) or is_wait(node))
+    return has_effect(node) and not is_op(node, *_STATEMENTS) and not own
 
 
 def _biased(match: Match) -> str:
@@ -299,6 +323,7 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
         **({"packing": spec.packing} if spec.packing != "gate_up" else {}),
         **({"biases": _biased(match)} if _biased(match) else {}),
         **({"weights_scale": match.weights_scale} if match.weights_scale != 1.0 else {}),
+        **({"exchange": f"{match.exchange}: {'left as it is' if left_alone else 'replaced'}"} if match.exchange else {}),
         **({"drops": "choices that the model's own rule took out"} if match.chosen_TKE is not None else {}),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "compute_dtype": str(spec.compute_dtype).removeprefix("torch."),
