@@ -46,15 +46,16 @@ def _oriented(node: Node, transposed: bool) -> Node:
     return insert(node, _aten.transpose.int, (node, -2, -1))
 
 
-def _whole(local: list[Node], exchange: Exchange | None) -> list[Node]:
+def _whole(local: list[Node], exchange: Exchange | None, packed: int) -> list[Node]:
     """One role's tensors of all experts, as `shard_experts` reads them: those of this rank stay where they are.
 
-    local: one packed tensor, or one an expert, of this rank's experts; the same where no exchange is replaced.
+    local: one tensor of `packed` dimensions, or one an expert, of this rank's experts; the same where no exchange is
+    replaced.
     """
     if exchange is None or not local:
         return local
     group, experts, own = exchange.group, exchange.experts, exchange.experts // exchange.ranks
-    if local[0].meta["val"].dim() > 1 and len(local) == 1 and own > 1:
+    if local[0].meta["val"].dim() == packed:
         return [insert(local[0], _ops.gather_experts.default, (local[0], group, experts, "contiguous"))]
     shape = [int(size) for size in local[0].meta["val"].shape]
     found, empty = [], insert(local[0], _aten.slice.Tensor, (local[0], 0, 0, 0))
@@ -234,10 +235,10 @@ class _Raising:
             lists = {}
             for role in ("gate", "up", "down"):
                 oriented = [_oriented(self.now(n), role in match.transposed) for n in getattr(match, role)]
-                oriented = _whole(oriented, match.exchange)
+                oriented = _whole(oriented, match.exchange, packed=3)
                 lists[role] = [_cast(n, spec.compute_dtype) for n in oriented]
             for role in ("gate_bias", "up_bias", "down_bias"):
-                flat = _whole([_flat_bias(self.now(n)) for n in getattr(match, role)], match.exchange)
+                flat = _whole([_flat_bias(self.now(n)) for n in getattr(match, role)], match.exchange, packed=2)
                 lists[role] = [_cast(n, spec.compute_dtype) for n in flat]
             if not match.up and spec.packing != "gate_up":
                 lists["gate"], lists["up"] = _unpacked(lists["gate"], spec.packing, -2)

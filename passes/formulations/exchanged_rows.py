@@ -104,7 +104,7 @@ def way_back(b: Bindings) -> None:
     back = read_all_to_all(b.anchor)
     assert back is not None
     ranks = group_of(back)
-    b.bind(back=back, ranks=ranks, last=landed(back), unsorted=None, parts_back=None)
+    b.bind(back=back, peers=ranks, last=landed(back), unsorted=None, parts_back=None)
     sent = strip(back.sent, view_or_cast)
     written, gathered, parts = sorted_home.written_at(sent), rows_at(sent), parts_put_together(sent)
     if written is not None:
@@ -187,7 +187,7 @@ def way_out(b: Bindings) -> None:
     )
     mirrored = _same(out.given, back.received) and _same(out.received, back.given)
     require(mirrored, "the way back is not the mirror of the way out: its lists are not the same, swapped", back.node)
-    require(len(out.given) == b.ranks.ranks, f"{len(out.given)} ranks are sent to, {b.ranks.ranks} are there", out.node)
+    require(len(out.given) == b.peers.ranks, f"{len(out.given)} ranks are sent to, {b.peers.ranks} are there", out.node)
     b.bind(out=out)
 
 
@@ -200,7 +200,8 @@ def _same(a: tuple[object, ...], b: tuple[object, ...]) -> bool:
 
 def lists(b: Bindings) -> None:
     """How many rows go and come is read from the counts of each rank's experts, and from those that were exchanged."""
-    ranks, local, out = b.ranks.ranks, b.local, b.out
+    ranks, local, out = b.peers.ranks, b.local, b.out
+    require(ranks > 1, "the group of the exchange has one rank", out.node, "leave the exchange out")
     given = numbers_of(out.given, "go to each rank", out.node)
     counts = counted_per_rank(given, ranks, local, "the rows for each rank")
     received = bare(numbers_of(out.received, "come from each rank", out.node))
@@ -236,7 +237,7 @@ def _counts_behind(b: Bindings) -> Node:
 
 def local_order(b: Bindings) -> None:
     """The rows, which come rank by rank, are brought into the order of this rank's experts."""
-    ranks, local = b.ranks.ranks, b.local
+    ranks, local = b.peers.ranks, b.local
     if b.index is not None:
         check_expert_major(b.index, b.theirs, ranks, local)
     elif b.parts_there is not None:
@@ -259,24 +260,23 @@ def origin(b: Bindings) -> None:
 def count(b: Bindings) -> None:
     """The counts are those of the chosen experts, and each rank has as many neighbouring ones of these."""
     experts = match_counts(b.counts, b.ids, b.order)
-    whole = b.ranks.ranks * b.local
-    require(experts == whole, f"{experts} experts are counted; {b.ranks.ranks} ranks of {b.local} have {whole}", b.anchor)
+    whole = b.peers.ranks * b.local
+    require(experts == whole, f"{experts} experts are counted; {b.peers.ranks} ranks of {b.local} have {whole}", b.anchor)
     b.bind(experts=experts)
 
 
 def finish(b: Bindings) -> Match:
     inner = b.inner
-    own = Bindings(b.graph, inner.anchor, {**b.roles, **{key: inner.roles[key] for key in ("activation",)}})
-    own.bind(experts=b.local, last=b.last, clamped=b.clamped)
+    own = Bindings(b.graph, inner.anchor, dict(b.roles))
     if b.each is not None:
-        own.bind(each=b.each)
         match = split_experts.finish(own)
     else:
-        own.bind(first=inner.first, first_bias=inner.first_bias, down=inner.down, down_bias=inner.down_bias)
+        names = ("activation", "first", "first_bias", "down", "down_bias")
+        own.bind(**{name: inner.roles[name] for name in names})
         match = sorted_experts.finish(own, "exchanged_rows")
-    match.formulation, match.anchor = "exchanged_rows", b.anchor
+    match.formulation, match.anchor = "exchanged_rows", inner.anchor
     made = [exchange.node for exchange in (b.theirs, b.own_numbers, b.out, b.back) if exchange is not None]
-    match.exchange = Exchange("uneven all-to-all", b.back.group, b.ranks.ranks, b.ranks.rank, b.experts, tuple(made))
+    match.exchange = Exchange("uneven all-to-all", b.back.group, b.peers.ranks, b.peers.rank, b.experts, tuple(made))
     return match
 
 

@@ -8,6 +8,7 @@ from moe_compiler.passes.formulations.capacity import CAPACITY
 from moe_compiler.passes.formulations.dense_bmm import DENSE_BMM
 from moe_compiler.passes.formulations.drop_and_pad import DROP_AND_PAD
 from moe_compiler.passes.formulations.exchanged_rows import EXCHANGED_ROWS
+from moe_compiler.passes.formulations.exchanged_slots import EXCHANGED_SLOTS
 from moe_compiler.passes.formulations.gather_einsum import GATHER_EINSUM
 from moe_compiler.passes.formulations.grouped_mm import GROUPED_MM
 from moe_compiler.passes.formulations.grouped_scatter import GROUPED_SCATTER
@@ -39,7 +40,7 @@ FORMULATIONS: tuple[Formulation, ...] = (
 
 # Blocks whose experts are on several ranks, with the exchange that the model wrote. They are tried first: what is
 # inside of one is no block.
-EXCHANGES: tuple[Formulation, ...] = (EXCHANGED_ROWS,)
+EXCHANGES: tuple[Formulation, ...] = (EXCHANGED_ROWS, EXCHANGED_SLOTS)
 
 
 def formulation_names() -> tuple[str, ...]:
