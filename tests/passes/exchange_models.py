@@ -129,3 +129,37 @@ class InParts(Exchanged):
         order = [expert * self.ranks + rank for rank in range(self.ranks) for expert in range(self.local)]
         home = self.send(torch.cat([pieces[at] for at in order]), given, received)
         return torch.zeros_like(x).index_add(0, token, home)
+
+
+class Masked(Exchanged):
+    """transformers' expert parallelism: the ids of other ranks become E / R, results are added up by an all_reduce."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        dtype = self.router.weight.dtype
+        self.gate_up = nn.Parameter(torch.randn(self.local, 2 * I, H, dtype=dtype) * H**-0.5)
+        self.down = nn.Parameter(torch.randn(self.local, H, I, dtype=dtype) * I**-0.5)
+
+    def whole(self) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up = self.gate_up.chunk(2, 1)
+        return gate, up, self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.choose(x)
+        first = dist.get_rank(self.group) * self.local
+        other = (ids < first) | (ids >= first + self.local)
+        weights = weights.masked_fill(other, 0.0)
+        ids = (ids - first).masked_fill(other, self.local)
+        flat = ids.reshape(-1)
+        ordered, perm = flat.sort()
+        rows = x[perm // self.k]
+        # As transformers pairs a loop over its own experts with masked ids: the rest of the rows stays zero.
+        result = torch.zeros_like(x)
+        encoded = F.one_hot(ids, self.local + 1).permute(2, 1, 0)
+        del rows, ordered
+        for expert in range(self.local):
+            choice, token = torch.where(encoded[expert])
+            gate, up = F.linear(x[token], self.gate_up[expert]).chunk(2, -1)
+            done = F.linear(F.silu(gate) * up, self.down[expert]) * weights[token, choice, None]
+            result.index_add_(0, token, done)
+        return functional.all_reduce(result, "sum", self.group)
