@@ -58,10 +58,12 @@ def _whole(local: list[Node], exchange: Exchange | None, packed: int) -> list[No
     if local[0].meta["val"].dim() == packed:
         return [insert(local[0], _ops.gather_experts.default, (local[0], group, experts, "contiguous"))]
     shape = [int(size) for size in local[0].meta["val"].shape]
-    found, empty = [], insert(local[0], _aten.slice.Tensor, (local[0], 0, 0, 0))
+    # Each foreign expert is read through an empty part of another tensor: equal calls would be made one call.
+    empty = [insert(one, _aten.slice.Tensor, (one, 0, 0, 0)) for one in local]
+    found = []
     for expert in range(experts):
         owner, place = divmod(expert, own)
-        one = local[place] if owner == exchange.rank else empty
+        one = local[place] if owner == exchange.rank else empty[place]
         found.append(insert(one, _ops.gather_expert.default, (one, group, owner, shape)))
     return found
 
