@@ -34,8 +34,10 @@ from moe_compiler.report import BranchRecord
 
 __all__ = [
     "FEW_ROWS",
+    "FILLER",
     "FORK_JOIN_US",
     "IDLE_US",
+    "WINDOW",
     "Branch",
     "Matmul",
     "branches",
@@ -55,7 +57,9 @@ IDLE_US = 6.0
 # Up to so many rows all of that was hidden, and with 512 nothing; what is in between was not measured.
 FEW_ROWS = 64
 # How far around a chain, in nodes of the graph's order, its branches are looked for.
-_WINDOW = 128
+WINDOW = 128
+# Key of a matmul's metadata: the exchange that it is computed beside. It is part of no branch.
+FILLER = "moepdl_beside_exchange"
 # Whose rates a dense matmul is given.
 _LIKE = "gate_up"
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
@@ -133,14 +137,14 @@ def branches(dag: nx.DiGraph, chain: Iterable[Node]) -> list[Branch]:
     order: list[Node] = dag.graph["order"]
     position: dict[Node, int] = dag.graph["position"]
     places = [position[node] for node in group]
-    window = order[max(min(places) - _WINDOW, 0) : max(places) + _WINDOW + 1]
+    window = order[max(min(places) - WINDOW, 0) : max(places) + WINDOW + 1]
     inside = set(window)
     before, behind = _reached(dag.pred, group, inside), _reached(dag.succ, group, inside)
     free = inside - before - behind
     found = []
     for part in nx.weakly_connected_components(dag.subgraph(free)):
         matmuls = {node: cost for node in part if (cost := matmul_of(node)) is not None}
-        if not matmuls or any(map(is_moepdl, part)):
+        if not matmuls or any(is_moepdl(node) or FILLER in node.meta for node in part):
             continue
         if any(user in behind for node in part for user in dag.succ[node]):
             nodes = tuple(sorted(part, key=position.__getitem__))

@@ -47,7 +47,7 @@ def _not_captured(error: CaptureError) -> str:
     return f"not captured, compiled by Inductor unchanged: {error.what}: {error.why}{where}; try: {error.try_}"
 
 
-_PHASE_FIELDS = ("passes", "schedule", "dags", "graphs")
+_PHASE_FIELDS = ("passes", "schedule", "dags", "graphs", "overlaps")
 
 
 class Compilation:
@@ -65,7 +65,6 @@ class Compilation:
         self._store: ReportStore | None = None
         self._numeric = NumericCheck() if options.verify == "numeric" else None
         self._note_disabled()
-        self._note_idle_options()
 
     def _note_disabled(self) -> None:
         """Say which passes do not run, since whatever else the report tells follows from that."""
@@ -74,9 +73,9 @@ class Compilation:
                 self.report.notes.append(f"{name} is disabled by {self.options.source_of('disable')}")
 
     def _note_idle_options(self) -> None:
-        """Say of each option that the user set why it changes nothing in this compile."""
-        for key in ("overlap", "chunks"):
-            if self.options.origins.get(key, "default") != "default":
+        """Say of each option about exchanges that the user set why it changes nothing in this compile."""
+        for key in ("overlap", "chunks", "capacity", "timeout_s"):
+            if self.options.origins.get(key, "default") != "default" and not self.report.exchanges:
                 rest = "; it decides what runs beside a chain" if key == "overlap" else ""
                 self.report.notes.append(f"{key}: no all-to-all exchange in this graph{rest}")
 
@@ -110,6 +109,7 @@ class Compilation:
             _logs.log().debug("frame %s was not captured", self.report.frame, exc_info=error)
         else:
             raised = self._raise(captured)
+        self._note_idle_options()
         needed = int(self.options.require_match)
         found = sum(match.count for match in self.report.matches if not match.left_alone)
         if found < needed:
@@ -192,6 +192,7 @@ class Compilation:
         self.report.passes = [record for record in self.report.passes if record.phase != phase]
         self.report.graphs = [record for record in self.report.graphs if record.phase != phase]
         self._forget_chains(phase)
+        self.report.overlaps = [record for record in self.report.overlaps if record.direction != phase]
         self.report.dags = [record for record in self.report.dags if record.direction != phase]
 
     def finish_phase(self, phase: str) -> None:
@@ -286,6 +287,8 @@ class Compilation:
         patches: dict[str, Any] = {}
         if self.options.mode is not None:
             patches |= torch_private.mode_options(self.options.mode)
+        if self.report.exchanges and self.options.overlap != "off":
+            patches |= torch_private.keep_order()
         patches |= self.options.inductor
         if raised:
             patches[POST_GRAD] = post_grad_pass(self.rewrite, self.options)

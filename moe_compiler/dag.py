@@ -18,7 +18,7 @@ from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.cost import cost_text
 from moe_compiler.critical_path import Timing, timing
 from moe_compiler.inline import named_arguments
-from moe_compiler.moe_ir import COLLECTIVES, STAGES, is_moepdl, op_name, size_expr
+from moe_compiler.moe_ir import COLLECTIVES, STAGES, WAITS, is_moepdl, op_name, size_expr
 from moe_compiler.report import BranchRecord, DagRecord
 
 __all__ = [
@@ -229,6 +229,8 @@ def to_record(
             if predicted is not None:
                 times[node] = predicted
                 entry["predicted_us"] = round(predicted, 3)
+        elif is_moepdl(node) and op_name(node) in COLLECTIVES | WAITS:
+            entry["kind"] = "exchange"
         elif node.name in of_branches:
             entry["kind"] = "branch"
             if node.name in matmuls:

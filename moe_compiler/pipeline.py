@@ -27,6 +27,7 @@ from moe_compiler.passes.formulations.registry import exchange_names, formulatio
 from moe_compiler.passes.inline_few import inline_few
 from moe_compiler.passes.join_router import join_router
 from moe_compiler.passes.lower import lower
+from moe_compiler.passes.overlap_all_to_all import overlap_all_to_all
 from moe_compiler.passes.raise_moe import raise_moe
 from moe_compiler.passes.shard_experts import shard_experts
 from moe_compiler.report import GraphRecord, PassRecord
@@ -42,6 +43,7 @@ PIPELINE: tuple[tuple[str, GraphPass], ...] = (
     ("graph", inline_few),  # before expand_stages: what Inductor itself does best needs no stages
     ("graph", expand_stages),  # first after autograd: everything below reasons about stages
     ("graph", join_router),  # before chain_pdl: one more stage for the chain
+    ("graph", overlap_all_to_all),  # before chain_pdl: chains are made of what stays in one place
     ("graph", chain_pdl),  # needs all stages of a block at once
     ("graph", lower),  # last: the remainder of the graph is Inductor's
 )

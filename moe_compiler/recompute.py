@@ -4,6 +4,9 @@ The scores that a backward graph recomputes may differ from those of the forward
 operators are fused around them. Two experts that compete closely, or tie, would then swap places, and the gradients
 would be those of another function than the one that ran. So ids and routing weights are kept from the forward pass:
 T * K numbers each, next to nothing beside the activations that a checkpoint saves.
+
+What came over the wire is kept too: an exchange that is made again in the backward would take as long as the first, and
+every rank would have to make it again at the same place.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from moe_compiler.moe_ir import is_moepdl, op_name
 __all__ = ["keep_choices"]
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_BLOCKS = ("experts", "experts_saving")
+_BLOCKS = ("experts", "experts_saving", "ep_dispatch")
 # What an operand may be behind of, besides views, and still be the same choice.
 _SAME_CHOICE = frozenset({"_to_copy", "convert_element_type", "clone"})
 
@@ -29,7 +32,7 @@ def keep_choices(graph: Graph) -> int:
     """Mark ids and routing weights of every block in a joint forward and backward graph as saved, if they are not.
 
     What a raised router gives is kept as well where steps of the model's own stand between it and its block. Only what
-    a checkpoint would recompute is marked. Returns the number of blocks concerned.
+    a checkpoint would recompute is marked, and so are the results of exchanges. Returns the number of blocks concerned.
     """
     count = 0
     for node in graph.nodes:
@@ -41,6 +44,11 @@ def keep_choices(graph: Graph) -> int:
         if is_moepdl(node) and op_name(node) == "route":
             for result in node.users:
                 _keep(result)
+        elif is_moepdl(node) and op_name(node) == "ep_dispatch":
+            for result in node.users:
+                _save(result)
+        elif is_moepdl(node) and op_name(node) == "ep_combine":
+            _save(node)
     return count
 
 

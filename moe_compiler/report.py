@@ -26,6 +26,7 @@ from moe_compiler.report_records import (
     MatchRecord,
     MemoryRecord,
     MissRecord,
+    OverlapRecord,
     PassRecord,
     VariantRecord,
     fold,
@@ -47,6 +48,7 @@ __all__ = [
     "MatchRecord",
     "MemoryRecord",
     "MissRecord",
+    "OverlapRecord",
     "PassRecord",
     "Report",
     "VariantRecord",
@@ -74,7 +76,7 @@ class Report:
     tiles:          where the kernels' tiles come from, e.g. "tuned on NVIDIA H200", or why they are the shipped ones
     pdl_off:        why no launch is programmatic; empty when PDL is in use or there is no chain
     schedule:       the chains, forward first
-    exchanges:      of the expert-parallel blocks
+    exchanges:      of the expert-parallel blocks; overlaps: what runs while each of them travels, where any may
     fragments:      where Dynamo broke the frame: what is in pieces is no block, and counts as none
     notes:          what else the user should know, one sentence each ("overlap off: no all-to-all in this graph")
     errors:         text of errors that `on_error="fallback"` turned into an unchanged graph
@@ -91,6 +93,7 @@ class Report:
     matches: list[MatchRecord] = field(default_factory=list)
     misses: list[MissRecord] = field(default_factory=list)
     exchanges: list[ExchangeRecord] = field(default_factory=list)
+    overlaps: list[OverlapRecord] = field(default_factory=list)
     fragments: list[FragmentRecord] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     schedule: list[ChainRecord] = field(default_factory=list)
@@ -153,6 +156,10 @@ class Report:
     def folded_exchanges(self) -> list[ExchangeRecord]:
         """The exchanges, equal layers folded."""
         return fold(self.exchanges, ignore=("block", "where"))
+
+    def folded_overlaps(self) -> list[OverlapRecord]:
+        """What runs beside exchanges, equal layers folded."""
+        return fold(self.overlaps, ignore="block")
 
     def folded_fragments(self) -> list[FragmentRecord]:
         """The graph breaks, equal layers folded."""

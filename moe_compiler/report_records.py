@@ -24,6 +24,7 @@ __all__ = [
     "LaunchRecord",
     "MatchRecord",
     "MissRecord",
+    "OverlapRecord",
     "PassRecord",
     "VariantRecord",
     "fold",
@@ -157,6 +158,28 @@ class ExchangeRecord:
             f"{self.capacity} slots for each source ({self.agreed}){parts}; a rank sends {_size(self.dispatch_bytes)} "
             f"out and {_size(self.combine_bytes)} back"
         )
+
+
+@dataclass(frozen=True)
+class OverlapRecord:
+    """What is computed while an exchange travels.
+
+    direction: "forward" or "backward"; exchange: which of the block's; block: where it sits
+    matmuls:   how many dense matmuls were brought in between; stages: of expert blocks, what runs in between
+    """
+
+    direction: str
+    exchange: str
+    block: str
+    matmuls: int
+    stages: tuple[str, ...] = ()
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" x{self.count}" if self.count > 1 else ""
+        beside = [plural(self.matmuls, "matmul")] if self.matmuls else []
+        beside += [", ".join(dict.fromkeys(self.stages))] if self.stages else []
+        return f"{self.direction} {self.exchange}{times}: beside {' and '.join(beside) or 'nothing'}"
 
 
 def _size(count: int) -> str:

@@ -69,6 +69,7 @@ def text(report: Report) -> str:
     lines = [summary(report)]
     lines += [f"  {_match_line(match)}" for match in report.folded_matches()]
     lines += [f"  {exchange}" for exchange in report.folded_exchanges()]
+    lines += [f"  {overlap}" for overlap in report.folded_overlaps()]
     if report.schedule or report.phases_pending:
         lines.append(f"  schedule: {_schedule_text(report)}")
         lines += [f"  {line}" for line in loop_lines(report)]

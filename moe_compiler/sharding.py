@@ -30,6 +30,8 @@ __all__ = ["Sharded", "expert_parallel", "full_state_dict"]
 
 _ops = torch.ops.moepdl
 _SHARES = "_moepdl_shares"
+# Attribute of an instance: its path in the model that was sharded.
+_PATH = "_moepdl_path"
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class _Packed:
     own: range
     shape: tuple[int, ...]
 
-    def read(self, local: Tensor) -> Tensor:
-        return _ops.gather_experts(local, self.group, self.experts, self.placement)
+    def read(self, local: Tensor, name: str) -> Tensor:
+        return _ops.gather_experts(local, self.group, self.experts, self.placement, name)
 
     def share(self, whole: Tensor) -> Tensor:
         return whole[self.own.start : self.own.stop : self.own.step]
@@ -88,8 +90,8 @@ class _Single:
     mine: bool
     shape: tuple[int, ...]
 
-    def read(self, local: Tensor) -> Tensor:
-        return _ops.gather_expert(local, self.group, self.owner, list(self.shape))
+    def read(self, local: Tensor, name: str) -> Tensor:
+        return _ops.gather_expert(local, self.group, self.owner, list(self.shape), name)
 
     def share(self, whole: Tensor) -> Tensor:
         return whole if self.mine else whole[:0]
@@ -294,13 +296,14 @@ def _check_parameter(name: str, parameter: Tensor | None) -> None:
 def _apply(plan: _Plan, ranks: Group, placement: str) -> Sharded:
     kept = whole = 0
     by_module: dict[int, tuple[nn.Module, dict[str, _Share]]] = {}
-    for holder, name, share in plan.shares.values():
+    for full, (holder, name, share) in plan.shares.items():
         parameter = holder._parameters[name]
         assert parameter is not None
         with torch.no_grad():
             mine = share.share(parameter.detach()).clone()
         holder._parameters[name] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
         kept, whole = kept + mine.nbytes, whole + parameter.nbytes
+        holder.__dict__[_PATH] = full.rpartition(".")[0]
         by_module.setdefault(id(holder), (holder, {}))[1][name] = share
     for holder, shares in by_module.values():
         holder.__class__ = _class_of(type(holder), tuple(shares.items()))  # type: ignore[arg-type]
@@ -343,17 +346,24 @@ def _class_of(base: type, shares: tuple[tuple[str, _Share], ...]) -> type:
 
 
 def _reader(name: str, share: _Share) -> Callable[[Any], Tensor]:
+    """The attribute's getter, in a form that Dynamo traces.
+
+    Which layer it is goes with the weight in eager alone: there ranks may be at different ones. In a compiled graph the
+    order is fixed, and equal layers are one code as long as nothing in it names them.
+    """
     if isinstance(share, _Packed):
         ranks, experts, placement = share.group, share.experts, share.placement
 
         def packed(self: Any) -> Tensor:
-            return torch.ops.moepdl.gather_experts(self._parameters[name], ranks, experts, placement)
+            full = name if torch.compiler.is_compiling() else f"{self.__dict__[_PATH]}.{name}"
+            return torch.ops.moepdl.gather_experts(self._parameters[name], ranks, experts, placement, full)
 
         return packed
     ranks, keeper, shape = share.group, share.owner, list(share.shape)
 
     def single(self: Any) -> Tensor:
-        return torch.ops.moepdl.gather_expert(self._parameters[name], ranks, keeper, shape)
+        full = name if torch.compiler.is_compiling() else f"{self.__dict__[_PATH]}.{name}"
+        return torch.ops.moepdl.gather_expert(self._parameters[name], ranks, keeper, shape, full)
 
     return single
 
@@ -377,5 +387,5 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             local = module._parameters[name]
             if full in found and local is not None:
                 with torch.no_grad():
-                    found[full] = share.read(local.detach())
+                    found[full] = share.read(local.detach(), full)
     return found

@@ -43,6 +43,7 @@ __all__ = [
     "is_transform_call",
     "is_transform_switch",
     "is_wrapped_by_transform",
+    "keep_order",
     "make_fx_pre_dispatch",
     "mode_options",
     "passes_of",
@@ -315,6 +316,14 @@ def mode_options(mode: str) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode))
+
+
+def keep_order() -> dict[str, Any]:
+    """Inductor's settings under which calls of other libraries and operators stay in the order of the graph.
+
+    Else it orders anew for the least memory, and would compute early what is to be computed while an exchange travels.
+    """
+    return {"reorder_for_peak_memory": False}
 
 
 def current_compile_id() -> str:

@@ -18,14 +18,15 @@ from moe_compiler.aliasing import mutated_arguments
 from moe_compiler.dag import storages
 from moe_compiler.errors import PassError, VerifyError
 from moe_compiler.graph_pass import GraphPass, fake_mode_of_graph, recorded_result
+from moe_compiler.inline import named_arguments
 from moe_compiler.launch import Chain, last_uses
-from moe_compiler.moe_ir import is_moepdl, op_name, size_expr, user_line, vocabulary_errors
+from moe_compiler.moe_ir import STARTS, WAITS, is_moepdl, op_name, size_expr, user_line, vocabulary_errors
 from moe_compiler.options import Options
 from moe_compiler.pdl_rules import Grid, Kind, Trigger, Wait, check
 from moe_compiler.runtime_kernels.chain.program import Variant
 from moe_compiler.runtime_kernels.registry import kernel
 
-__all__ = ["check_chain", "check_flights", "check_graph", "grids", "interface", "returned"]
+__all__ = ["check_chain", "check_exchanges", "check_flights", "check_graph", "grids", "interface", "returned"]
 
 # What stands before and behind a chain on its second stream: events, which are full dependencies.
 _FORK, _JOIN = (Grid(name, kind=Kind.JOIN, trigger=Trigger.NONE) for name in ("fork", "join"))
@@ -87,7 +88,7 @@ def check_graph(graph: Graph, graph_pass: GraphPass, before: tuple[Any, ...]) ->
             raise _fail(graph_pass, "a call has no recorded value", node)
         if mode is not None and _metadata(recorded_result(node, mode)) != _metadata(node.meta["val"]):
             raise _fail(graph_pass, "the recorded value is not what the operator computes", node)
-    broken = check_flights(graph)
+    broken = check_flights(graph) or check_exchanges(graph)
     if broken is not None:
         raise _fail(graph_pass, *broken)
     after = interface(graph)
@@ -123,6 +124,46 @@ def check_flights(graph: Graph) -> tuple[str, Node] | None:
                 if touched & read:
                     return f"it writes into {written.name}, which {start.name} reads on a second stream", node
     return None
+
+
+def check_exchanges(graph: Graph) -> tuple[str, Node] | None:
+    """The first fault of the exchanges that are a start and a wait, and its node; None when there is none.
+
+    Each start has one wait behind it, of its own kind, and each start but a group's first reads the token of the one
+    before it: that is what keeps their order the same on every rank, whatever orders the graph anew.
+    """
+    last: dict[str, Node] = {}
+    for node in graph.nodes:
+        operator = op_name(node) if is_moepdl(node) else ""
+        if operator in STARTS:
+            named = named_arguments(node)
+            group, tokens = str(named["group"]), _tokens(node)
+            waits = [u for u in _readers(tokens) if op_name(u) in WAITS and named_arguments(u)["token"] in tokens]
+            if len(waits) != 1 or op_name(waits[0]) != operator.removesuffix("_start") + "_wait":
+                return "an exchange that was started has one wait, of its own kind", node
+            before = last.get(group)
+            if before is not None and not any(token in named["after"] for token in _tokens(before)):
+                return f"an exchange reads the token of the one before it in its group, {before.name}", node
+            last[group] = node
+        elif operator in WAITS and not _is_token(named_arguments(node)["token"]):
+            return "an exchange is waited for that was not started", node
+    return None
+
+
+def _tokens(start: Node) -> list[Node]:
+    """The nodes that are the token of a start: its only result, or the first of several."""
+    if not isinstance(start.meta["val"], (tuple, list)):
+        return [start]
+    return [user for user in start.users if op_name(user) == "getitem" and user.args[1] == 0]
+
+
+def _readers(nodes: list[Node]) -> set[Node]:
+    return {user for node in nodes for user in node.users if is_moepdl(user)}
+
+
+def _is_token(node: Node) -> bool:
+    source = node.args[0] if op_name(node) == "getitem" else node
+    return isinstance(source, Node) and is_moepdl(source) and op_name(source) in STARTS
 
 
 def grids(chain: Chain, variant: Variant) -> list[Grid]:

@@ -23,7 +23,7 @@ from moe_compiler.aliasing import has_effect
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.inline import named_arguments
 from moe_compiler.moe_ir import GATHERS, Level, is_moepdl, op_name, user_line
-from moe_compiler.report import ExchangeRecord
+from moe_compiler.report import ExchangeRecord, plural
 from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - defines torch.ops.moepdl
 from moe_compiler.runtime_kernels.exchange.groups import Group, group
 from moe_compiler.runtime_kernels.exchange.placement import owned, owner
@@ -199,9 +199,10 @@ class _Plan:
 def _plan(node: Node, named: dict[str, Any], spread: _Spread, taken: dict[str, int], context: Context) -> _Plan:
     path = _block_path(node)
     taken[path] = number = taken.get(path, 0) + 1
-    x, chunks = named["x"].meta["val"], _chunks(named, context)
+    path = path if number == 1 else f"{path} #{number}"
+    x, chunks = named["x"].meta["val"], _chunks(named, path, context)
     terms = Terms(
-        block=path if number == 1 else f"{path} #{number}",
+        block=path,
         experts=spread.experts,
         k=int(named["ids"].meta["val"].shape[1]),
         hidden=int(x.shape[1]),
@@ -216,10 +217,17 @@ def _plan(node: Node, named: dict[str, Any], spread: _Spread, taken: dict[str, i
     return _Plan(node, named, spread, terms, chunks)
 
 
-def _chunks(named: dict[str, Any], context: Context) -> int:
-    """Into how many parts the tokens are cut."""
+def _chunks(named: dict[str, Any], path: str, context: Context) -> int:
+    """Into how many parts the tokens are cut: one, where nothing is known of what more would gain."""
     wanted = context.options.chunks
-    if wanted == "auto" or wanted == 1:
+    if wanted in ("auto", 1):
+        return 1
+    dtype = named["down"][0].meta["val"].dtype
+    if context.options.numerics == "strict" and dtype.itemsize < 4 and torch.is_grad_enabled():
+        context.report.notes.append(
+            f"{path}: its tokens are not cut in chunks, since the gradients of its experts would be rounded to "
+            f'{str(dtype).removeprefix("torch.")} once a chunk; options["numerics"]="fast" allows it'
+        )
         return 1
     return int(wanted)
 
@@ -249,8 +257,9 @@ class _Raising:
     def run(self) -> None:
         named, spread = self.plan.named, self.plan.spread
         lists = [[self.weight(*part) for part in spread.lists[role]] for role in _LISTS]
-        tensors = [named[name] for name in _TENSORS]
-        results = [self.part(chunk, lists) for chunk in self.cut(tensors)]
+        parts = [self.dispatch(part) for part in self.cut([named[name] for name in _TENSORS])]
+        # All parts are under way before the first is computed with: every rank starts them in this order.
+        results = [self.experts(part, lists) for part in parts]
         y = results[0] if len(results) == 1 else self.put(_aten.cat.default, results)
         self.node.replace_all_uses_with(y)
         self.node.graph.erase_node(self.node)
@@ -281,15 +290,19 @@ class _Raising:
     def smaller(self, a: Any, b: Any) -> Any:
         return min(a, b) if isinstance(a, int) and isinstance(b, int) else self.put(torch.sym_min, a, b)
 
-    def part(self, tensors: list[Node], lists: list[list[Node]]) -> Node:
-        named, spread, terms = self.plan.named, self.plan.spread, self.plan.terms
-        told = (terms.block, self.timeout_s)
+    def dispatch(self, tensors: list[Node]) -> list[Node]:
+        spread = self.plan.spread
         where = (spread.group.name, spread.experts, spread.placement, self.capacity)
-        sent = self.put(_ops.ep_dispatch.default, *tensors, *where, *told)
-        rows, ids, weights, slots = (self.put(operator.getitem, sent, index) for index in range(4))
+        sent = self.put(_ops.ep_dispatch.default, *tensors, *where, self.plan.terms.block, self.timeout_s)
+        return [self.put(operator.getitem, sent, index) for index in range(4)]
+
+    def experts(self, part: list[Node], lists: list[list[Node]]) -> Node:
+        rows, ids, weights, slots = part
+        named = self.plan.named
         attributes = [named[name] for name in ("activation", "gated", "weight_at", "dtype")]
         out = self.put(_ops.experts.default, rows, ids, weights, *lists, *attributes)
-        return self.put(_ops.ep_combine.default, out, slots, spread.group.name, self.capacity, named["dtype"], *told)
+        where = (self.plan.spread.group.name, self.capacity, named["dtype"])
+        return self.put(_ops.ep_combine.default, out, slots, *where, self.plan.terms.block, self.timeout_s)
 
     def record(self, how: str) -> ExchangeRecord:
         terms, named, ranks = self.plan.terms, self.plan.named, self.plan.spread.group
@@ -362,6 +375,6 @@ def _note_gathered(graph: Graph, context: Context) -> None:
     if left:
         where = user_line(left[0])
         context.report.notes.append(
-            f"{len(left)} weights that ranks share are gathered whole at every call, since no block that was rewritten "
-            f"reads them{', first at ' + where if where else ''}; the candidates that were missed say why"
+            f"{plural(len(left), 'weight')} that ranks share gathered whole at every call: no block that was rewritten "
+            f"reads it{', first at ' + where if where else ''}; the candidates that were missed say why"
         )

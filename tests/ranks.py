@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ def run_ranks(
         assert path.exists(), f"rank {rank} wrote nothing: {log.read_text()[-3000:]}"
         found.append(json.loads(path.read_text()))
     return found
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[Any]:
+    """The group of rank 0 of `ranks`, of which the others do not exist: for compiling, in this process."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def joined(rank: int, ranks: int, folder: Path, seconds: float = 60) -> None:
@@ -100,7 +114,7 @@ def run_scenarios(scenarios: Sequence[Callable[[int, int], Any]], rank: int, ran
 def of_scenario(results: list[dict[str, Any]], name: str) -> list[Any]:
     """What each rank returned from a scenario; a failure on any rank fails here, with its text."""
     for rank, found in enumerate(results):
-        errors = [f"{key}: {entry['error']}" for key, entry in found.items() if entry["error"]]
+        errors = [f"{key}: {entry['error'][-2000:]}" for key, entry in found.items() if entry["error"]]
         assert name in found, f"rank {rank} did not come to {name}: {errors}"
         assert found[name]["error"] is None, f"rank {rank}: {found[name]['error']}"
     return [found[name]["found"] for found in results]

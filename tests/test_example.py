@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -79,3 +81,16 @@ def test_the_curves_are_drawn(example: ModuleType):
 def test_training_agrees_with_eager(example: ModuleType, tmp_path: Path):
     assert example.main(["--steps", "60", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "losses.svg").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_that_share_the_experts_have_the_loss_of_one():
+    """A few steps: they start at chance, agree with eager on one process, and the exchange is told."""
+    path = Path(__file__).resolve().parent.parent / "examples" / "train_ep.py"
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(path), "--steps", "6"], capture_output=True, text=True, timeout=550
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    assert "expert parallelism agrees with eager on one process" in ran.stdout
+    assert "exchange x3: 2 ranks over torch.distributed (gloo), E=8 contiguous" in ran.stdout

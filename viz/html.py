@@ -234,7 +234,8 @@ def _schedule(report: Report) -> str:
     if not chains:
         return ""
     pictures = [_chain(chain, number) for number, chain in enumerate(chains)]
-    told = [*report.loop_lines(), *report.memory_lines()]
+    exchanges = map(str, (*report.folded_exchanges(), *report.folded_overlaps()))
+    told = [*exchanges, *report.loop_lines(), *report.memory_lines()]
     lines = "".join(f'<p class="muted">{escape(line)}</p>' for line in told)
     signs = svg.lane_signs(variant for chain in chains for variant in chain.variants)
     return svg.legend(signs) + lines + "".join(pictures)

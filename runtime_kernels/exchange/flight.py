@@ -13,6 +13,7 @@ told from what comes next.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -76,9 +77,9 @@ def take_off(
     receives = [1] * group_.ranks if received_rows is None else list(received_rows)
     group_.epoch += 1
     received = send.new_empty((sum(receives), send.shape[1]))
-    if group_.fake:
-        received.zero_()
-    elif send.device.type == "cpu":
+    if group_.fake:  # nobody sends anything: zeros
+        return Flight(group_, layer, phase, group_.epoch, timeout_s, None, received.zero_())
+    if send.device.type == "cpu":
         agree(group_, layer, phase, timeout_s, {"bytes": send.shape[1]})
     # An exchange of nothing (rows of no bytes) is one nevertheless, but not one that a library would have to know.
     handle = transport_of(group_).start(group_, send, received, sends, receives) if send.shape[1] else None
@@ -165,12 +166,17 @@ def wait(handle: Handle, group_: Group, layer: str, phase: str, epoch: int, time
             return
         why = f"it did not come within {timeout_s:g} s"
     except RuntimeError as error:
-        why = f"the connection failed: {str(error).strip().splitlines()[0]}"
+        why = f"the connection failed: {_reason(error)}"
     if not told:
         _tell(group_, epoch, layer, phase)
     missing = _missing(group_, epoch, begun + timeout_s, blame_s)
     who = ", ".join(f"rank {rank}" for rank in missing[:8]) or "a peer"
     raise _broken(group_, missing, f"{here}: no answer from {who}", why, layer, phase)
+
+
+def _reason(error: RuntimeError) -> str:
+    """The sentence of a library's error, without the place in its source and its advice."""
+    return re.sub(r"^\[[^\]]*\] *", "", str(error).strip().splitlines()[0]).partition(" This is typically")[0]
 
 
 def _broken(group_: Group, ranks: tuple[int, ...], what: str, why: str, layer: str, phase: str) -> BaseException:

@@ -5,6 +5,7 @@ Every rank makes the data of all ranks from their seeds, so each can compute wha
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -136,6 +137,79 @@ def float64_char_moe(block: nn.Module, x: Tensor) -> Tensor:
         out = (torch.nn.functional.silu(wide @ gate.t()) * (wide @ up.t())) @ down.t()
         y = y + out * (weights * (ids == e)).sum(-1, keepdim=True)
     return y.reshape(x.shape)
+
+
+class Shared(nn.Module):
+    """Packed experts beside a shared one, which an exchange may overlap with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = qwen3_block()
+        self.gate, self.up = (nn.Linear(32, 48, bias=False) for _ in range(2))
+        self.down = nn.Linear(48, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+    def float64(self, x: Tensor) -> Tensor:
+        gate, up, down = (part.weight.double() for part in (self.gate, self.up, self.down))
+        wide = x.double()
+        return float64_block(self.mlp, x) + (torch.nn.functional.silu(wide @ gate.t()) * (wide @ up.t())) @ down.t()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = qwen3_block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.mlp, x, use_reentrant=False)
+
+
+def overlapped(rank: int, ranks: int) -> Any:
+    """What is moved between a start and its wait, and what is cut in chunks, computes the same."""
+    check(Shared, Shared.float64, rank, ranks, (33, 18), 32, with_backend(overlap="on"))
+    report = next(r for r in reversed(last_reports()) if any(o.direction == "backward" for o in r.overlaps))
+    return str(report)
+
+
+def in_chunks(rank: int, ranks: int) -> Any:
+    """Three chunks of another number of tokens on each rank; of two tokens the last chunk has none."""
+    compiled = with_backend(overlap="on", chunks=3, verify="numeric")
+    check(Shared, Shared.float64, rank, ranks, (33, 2), 32, compiled)
+    text = str(newest())
+    torch._dynamo.reset()
+
+    def dynamic(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        return torch.compile(module, backend=moepdl, options={**EAGER, "chunks": 2}, dynamic=True)
+
+    check(Shared, Shared.float64, rank, ranks, (20, 31, 4), 32, dynamic, calls=3)
+    torch._dynamo.reset()
+    half = qwen3_block(torch.bfloat16)
+    moe_compiler.expert_parallel(half, mesh(ranks))
+    with_backend(chunks=2)(half)(inputs(rank, 8, 32, torch.bfloat16)[0])
+    assert any("not cut in chunks" in note for note in newest().notes)
+    return text
+
+
+def checkpointed(rank: int, ranks: int) -> None:
+    """The tokens do not travel a second time for the backward."""
+
+    def exact(block: nn.Module, x: Tensor) -> Tensor:
+        return float64_block(block.mlp, x)
+
+    from moe_compiler.runtime_kernels.exchange.groups import group
+
+    known = group(dist.group.WORLD.group_name)
+    check(Checkpointed, exact, rank, ranks, (24, 11), 32, with_backend())
+    before = known.epoch
+    sharded = Checkpointed()
+    moe_compiler.expert_parallel(sharded, mesh(ranks))
+    call = with_backend()(sharded)
+    call(inputs(rank, 24, 32)[0].requires_grad_()).sum().backward()
+    # Out and back, and in the backward the gradients out and back, and those of the routing weights.
+    assert known.epoch - before == 5
 
 
 def packed_static(rank: int, ranks: int) -> Any:
@@ -316,8 +390,31 @@ def refusals(rank: int, ranks: int) -> list[str]:
     return texts
 
 
+def a_rank_that_dies_before_its_backward(rank: int, ranks: int) -> Any:
+    """The survivors' error comes out of autograd, within the timeout, and every later call raises too."""
+    sharded = qwen3_block()
+    moe_compiler.expert_parallel(sharded, mesh(ranks))
+    call = torch.compile(sharded, backend=moepdl, options={**EAGER, "timeout_s": 30})
+    x = inputs(rank, 16, 32)[0].requires_grad_()
+    call(x).sum().backward()  # compiled on every rank
+    call = torch.compile(sharded, backend=moepdl, options={**EAGER, "timeout_s": 5})
+    y = call(x).sum()
+    if rank == 1:
+        os._exit(1)
+    begun = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        y.backward()
+    assert time.monotonic() - begun < 12  # the backward is compiled first
+    assert 1 in caught.value.ranks and caught.value.phase == "backward of combine"
+    assert error_of(PeerError, call, x).ranks == ()
+    return str(caught.value)
+
+
 SCENARIOS = (
     packed_static,
+    overlapped,
+    in_chunks,
+    checkpointed,
     packed_bfloat16_round_robin,
     biases_and_packed_in_turns,
     one_module_an_expert,
@@ -331,6 +428,7 @@ SCENARIOS = (
     too_many_tokens_in_a_call,
     ranks_that_disagree,
     a_rank_that_does_not_compile,
+    a_rank_that_dies_before_its_backward,  # last: rank 1 does not live on
 )
 
 if __name__ == "__main__":

@@ -7,7 +7,16 @@ import pickle
 import pytest
 
 from moe_compiler import errors
-from moe_compiler.errors import KernelError, MoepdlError, PassError, PdlUnavailable, VerifyError
+from moe_compiler.errors import (
+    CapacityError,
+    KernelError,
+    MoepdlError,
+    PassError,
+    PdlUnavailable,
+    PeerError,
+    PlanMismatchError,
+    VerifyError,
+)
 
 
 def test_text_has_what_with_the_user_line_then_why_and_try():
@@ -53,6 +62,9 @@ def test_pass_error_points_at_its_repro():
         PassError("lower", "broke", invariant="acyclic", node="n", why="w"),
         VerifyError("stale read", check="wait before read", node="down"),
         KernelError("gate_up", "needs sm_90", why="TMA"),
+        CapacityError("too many", tokens=40, capacity=32, layer="mlp"),
+        PeerError("no answer", ranks=(1, 3), layer="mlp", phase="combine", epoch=7),
+        PlanMismatchError("differs", field="chunks", values=("1", "2"), rank=1, layer="mlp"),
     ],
 )
 def test_an_error_survives_pickling_with_its_fields(error):
@@ -82,3 +94,15 @@ def test_every_class_is_ours_and_documented():
     for cls in classes:
         assert issubclass(cls, MoepdlError), cls
         assert (cls.__doc__ or "").strip(), cls
+
+
+def test_the_exchange_raises_the_compilers_errors_once_it_is_compiled_for():
+    from moe_compiler import agreement as _agreement  # noqa: F401 - gives the exchange its errors
+    from moe_compiler.runtime_kernels.exchange import faults
+
+    told = {"why": "w", "try_": "t", "layer": "mlp", "phase": "combine", "epoch": 3}
+    error = faults.peer_fault("no answer", ranks=(2, 5), **told)
+    assert isinstance(error, PeerError) and (error.rank, error.ranks, error.epoch) == (2, (2, 5), 3)
+    error = faults.capacity_fault(33, 32, "mlp")
+    assert isinstance(error, CapacityError) and (error.tokens, error.capacity) == (33, 32)
+    assert error.try_.startswith('options={"capacity": 48}')

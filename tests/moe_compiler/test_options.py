@@ -31,6 +31,8 @@ def test_defaults():
         "pdl": "auto",
         "overlap": "off",
         "chunks": "auto",
+        "capacity": 0,
+        "timeout_s": 30,
         "disable": [],
         "require_match": False,
         "remainder": "inductor",
@@ -70,6 +72,8 @@ def test_empty_environment_text_counts_as_unset(text):
     [
         ("MOEPDL_CHUNKS", "4", "chunks", 4),
         ("MOEPDL_CHUNKS", "auto", "chunks", "auto"),
+        ("MOEPDL_CAPACITY", "512", "capacity", 512),
+        ("MOEPDL_TIMEOUT_S", "2.5", "timeout_s", 2.5),
         ("MOEPDL_DISABLE", "find_moe, grouped_mm,", "disable", ("find_moe", "grouped_mm")),
         ("MOEPDL_REQUIRE_MATCH", "true", "require_match", True),
         ("MOEPDL_REQUIRE_MATCH", "3", "require_match", 3),
@@ -127,6 +131,8 @@ def test_a_slip_in_a_variable_is_an_error_and_a_foreign_variable_is_not():
             'allowed: "off", "auto", "on"',
             'overlap="off"',
         ),
+        ({"capacity": -1}, 'options["capacity"]=-1 is not allowed', "allowed: an int >= 0", "capacity=0"),
+        ({"timeout_s": 0}, 'options["timeout_s"]=0 is not allowed', "allowed: a number > 0", "timeout_s=30"),
         ({"chunks": 0}, 'options["chunks"]=0 is not allowed', 'allowed: "auto" or an int >= 1', 'chunks="auto"'),
         (
             {"chunks": True},

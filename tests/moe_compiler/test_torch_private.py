@@ -261,3 +261,8 @@ def test_forget_compiled_lets_dynamo_look_at_a_skipped_frame_again():
     torch_private.forget_compiled(function)
     with pytest.raises(torch_private.graph_break_errors()), torch_private.quiet_dynamo():
         whole(torch.ones(2))
+
+
+def test_keep_order_names_settings_that_inductor_has():
+    for key, value in torch_private.keep_order().items():
+        assert torch_private.configured(key) != value  # what it is by default, or there is nothing to keep

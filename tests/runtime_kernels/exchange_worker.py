@@ -163,7 +163,7 @@ def gathered(rank: int, ranks: int) -> None:
     for placement in ("contiguous", "round_robin"):
         own = list(owned(E, ranks, rank, placement))
         local = whole[own].requires_grad_()
-        found = ops.gather_experts(local, group, E, placement)
+        found = ops.gather_experts(local, group, E, placement, "w1")
         assert torch.equal(found, whole)
         scale = torch.arange(1.0, E + 1).view(E, 1, 1) * (rank + 1)
         (grad,) = torch.autograd.grad((found * scale).sum(), local)
@@ -172,10 +172,22 @@ def gathered(rank: int, ranks: int) -> None:
     for expert in range(ranks):
         mine = expert == rank
         local = (whole[expert] if mine else whole[:0, 0]).clone().requires_grad_()
-        found = ops.gather_expert(local, group, expert, list(whole[expert].shape))
+        found = ops.gather_expert(local, group, expert, list(whole[expert].shape), "w1")
         assert torch.equal(found, whole[expert])
         (grad,) = torch.autograd.grad(found.sum() * (rank + 1), local)
         assert grad.shape == local.shape and (not mine or bool((grad == sum(range(1, ranks + 1))).all()))
+
+
+def ranks_that_read_different_experts_are_told(rank: int, ranks: int) -> Any:
+    """Both of one owner and one shape: the bytes of one would pass for the other."""
+    group = dist.new_group(list(range(ranks)))
+    whole = weights_of(torch.float32)[0][0]
+    mine = whole if rank == 0 else whole[:0]
+    name = "experts.1.weight" if rank == 1 else "experts.0.weight"
+    with pytest.raises(PeerFault) as caught:
+        ops.gather_expert(mine, group.group_name, 0, list(whole.shape), name)
+    assert "gather of experts.0.weight" in str(caught.value) and "gather of experts.1.weight" in str(caught.value)
+    return str(caught.value)
 
 
 def too_many_tokens_are_told_on_every_rank(rank: int, ranks: int) -> Any:
@@ -257,6 +269,7 @@ SCENARIOS = (
     a_gradient_is_made_only_where_it_is_wanted,
     no_second_derivative,
     gathered,
+    ranks_that_read_different_experts_are_told,
     too_many_tokens_are_told_on_every_rank,
     different_exchanges_are_told_at_once,
     a_late_rank_is_named_within_the_timeout,

@@ -35,6 +35,7 @@ NAMES = (
     "a_gradient_is_made_only_where_it_is_wanted",
     "no_second_derivative",
     "gathered",
+    "ranks_that_read_different_experts_are_told",
     "too_many_tokens_are_told_on_every_rank",
     "different_exchanges_are_told_at_once",
     "a_late_rank_is_named_within_the_timeout",
@@ -113,6 +114,25 @@ def test_an_operator_without_its_group_says_so():
     x, ids = torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int64)
     with pytest.raises(GroupError, match="there is no process group 'gone'"):
         torch.ops.moepdl.ep_dispatch(x, ids, torch.ones(2, 1), "gone", 4, "contiguous", 16)
+
+
+def test_a_group_is_known_by_its_name_and_has_a_store(tmp_path):
+    """The private names of torch.distributed that the exchange relies on."""
+    import torch.distributed as dist
+
+    from moe_compiler.runtime_kernels.exchange.groups import group
+
+    if not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        known = group(dist.group.WORLD.group_name)
+        assert (known.rank, known.ranks, known.backend, known.fake) == (0, 1, "gloo", False)
+        known.store.set("a", "b")
+        assert known.store.check(["a"]) and known.store.get("a") == b"b"
+        assert group(known.name) is known
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
