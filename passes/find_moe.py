@@ -454,7 +454,9 @@ def find_moe(graph: Graph, context: Context) -> int:
     for candidate, attempts in failed.items():
         if candidate in claimed or any(a.anchor in claimed for a in attempts):
             continue
-        context.report.misses.append(_record(max(attempts, key=lambda a: a.passed), candidate))
+        # Of a block whose experts are on several ranks no other formulation has anything to say.
+        best = max(attempts, key=lambda a: (a.formulation in EXCHANGES, a.passed))
+        context.report.misses.append(_record(best, candidate))
     _record_lonely_selections(graph, context, claimed | explained, set(failed))
     context.matches.sort(key=lambda match: order[match.output])
     return 0

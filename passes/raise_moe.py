@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from moe_compiler import device
 from moe_compiler.aliasing import has_effect, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
-from moe_compiler.moe_ir import Exchange, Level, Match, Miss, op_name, size_expr, user_line
+from moe_compiler.moe_ir import Level, Match, Miss, op_name, size_expr, user_line
 from moe_compiler.passes.formulations.collectives import is_wait
 from moe_compiler.passes.formulations.id_range import id_checks
 from moe_compiler.passes.formulations.topk import STAYS
@@ -46,25 +46,25 @@ def _oriented(node: Node, transposed: bool) -> Node:
     return insert(node, _aten.transpose.int, (node, -2, -1))
 
 
-def _whole(local: list[Node], exchange: Exchange | None, packed: int) -> list[Node]:
+def _whole(local: list[Node], role: str, match: Match) -> list[Node]:
     """One role's tensors of all experts, as `shard_experts` reads them: those of this rank stay where they are.
 
-    local: one tensor of `packed` dimensions, or one an expert, of this rank's experts; the same where no exchange is
-    replaced.
+    local: one packed tensor, or one an expert, of this rank's experts; the same where no exchange is replaced.
     """
+    exchange = match.exchange
     if exchange is None or not local:
         return local
     group, experts, own = exchange.group, exchange.experts, exchange.experts // exchange.ranks
-    if local[0].meta["val"].dim() == packed:
-        return [insert(local[0], _ops.gather_experts.default, (local[0], group, experts, "contiguous"))]
+    name = f"{_block_of(match)}.{role}"
+    if local[0].meta["val"].dim() == (2 if role.endswith("bias") else 3):
+        return [insert(local[0], _ops.gather_experts.default, (local[0], group, experts, "contiguous", name))]
     shape = [int(size) for size in local[0].meta["val"].shape]
-    # Each foreign expert is read through an empty part of another tensor: equal calls would be made one call.
-    empty = [insert(one, _aten.slice.Tensor, (one, 0, 0, 0)) for one in local]
+    empty = insert(local[0], _aten.slice.Tensor, (local[0], 0, 0, 0))
     found = []
     for expert in range(experts):
         owner, place = divmod(expert, own)
-        one = local[place] if owner == exchange.rank else empty[place]
-        found.append(insert(one, _ops.gather_expert.default, (one, group, owner, shape)))
+        one = local[place] if owner == exchange.rank else empty
+        found.append(insert(one, _ops.gather_expert.default, (one, group, owner, shape, f"{name}.{expert}")))
     return found
 
 
@@ -237,10 +237,10 @@ class _Raising:
             lists = {}
             for role in ("gate", "up", "down"):
                 oriented = [_oriented(self.now(n), role in match.transposed) for n in getattr(match, role)]
-                oriented = _whole(oriented, match.exchange, packed=3)
+                oriented = _whole(oriented, role, match)
                 lists[role] = [_cast(n, spec.compute_dtype) for n in oriented]
             for role in ("gate_bias", "up_bias", "down_bias"):
-                flat = _whole([_flat_bias(self.now(n)) for n in getattr(match, role)], match.exchange, packed=2)
+                flat = _whole([_flat_bias(self.now(n)) for n in getattr(match, role)], role, match)
                 lists[role] = [_cast(n, spec.compute_dtype) for n in flat]
             if not match.up and spec.packing != "gate_up":
                 lists["gate"], lists["up"] = _unpacked(lists["gate"], spec.packing, -2)
@@ -316,6 +316,13 @@ def _biased(match: Match) -> str:
     return ", ".join(role for role in ("gate", "up", "down") if getattr(match, f"{role}_bias"))
 
 
+def _block_of(match: Match) -> str:
+    """The path of the module that the block is in, or the name of its result."""
+    stack = match.output.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return _module_path(path) or match.output.name
+
+
 def _describe(match: Match, left_alone: str) -> MatchRecord:
     spec = match.spec
     attributes: dict[str, Any] = {
@@ -345,10 +352,8 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
         }
         if match.router.groups > 1:
             attributes |= {name: getattr(match.router, name) for name in ("groups", "kept_groups", "group_top", "fill")}
-    stack = match.output.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
     return MatchRecord(
-        block=_module_path(path) or match.output.name,
+        block=_block_of(match),
         formulation=match.formulation,
         router=match.router.rule + (", then Inductor" if match.router_miss else "") if match.router else None,
         router_why=_why_not_router(match.router_miss) if match.router_miss else "",

@@ -9,7 +9,6 @@ from torch.fx import Node
 from moe_compiler.dag import collective_group
 from moe_compiler.moe_ir import Match, Miss, op_name
 from moe_compiler.passes.formulations.collectives import is_collective
-from moe_compiler.passes.formulations.walk import is_op
 
 __all__ = ["check_exchange"]
 
@@ -31,13 +30,11 @@ def check_exchange(
             raise Miss(f"{op_name(node)}, inside of the block, is no part of its exchange", node)
     if match.exchange is None:
         return
-    for node in sorted(inside, key=order.__getitem__):
-        if not is_collective(node) and not is_op(node, "item", "_local_scalar_dense"):
-            continue
+    for node in sorted(_brought(own, inside), key=order.__getitem__):
         for user in node.users:
-            if user not in inside and leads_somewhere(user, inside):
+            if node is not match.output and user not in inside and leads_somewhere(user, inside):
                 raise Miss(
-                    f"{node.name}, which belongs to the exchange, is also used by {user.name}",
+                    f"{node.name}, which the exchange brought, is also used by {user.name}",
                     user,
                     "compute what else is needed from values that are not exchanged",
                 )
@@ -50,3 +47,14 @@ def check_exchange(
                 node,
                 "move it ahead of the block or behind it, or give it a process group of its own",
             )
+
+
+def _brought(own: tuple[Node, ...], inside: frozenset[Node]) -> set[Node]:
+    """What a block makes of the values that its exchange brought."""
+    found, pending = set(own), list(own)
+    while pending:
+        for user in pending.pop().users:
+            if user in inside and user not in found:
+                found.add(user)
+                pending.append(user)
+    return found

@@ -177,7 +177,7 @@ def way_out(b: Bindings) -> None:
         b.bind(parts_there=(parts[1], parts[2]))
     else:
         ordered = b.index is None and b.unsorted is None and b.parts_back is None
-        require(ordered, f"the experts read {op_name(rows)}, which has no inverse behind them", rows)
+        require(ordered, f"the experts read {op_name(rows)}, not the rows that came, brought into order", rows)
         source = rows
     out = arrival(strip(source, view_or_cast), "the experts' rows")
     landed(out)

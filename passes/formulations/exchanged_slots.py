@@ -40,6 +40,7 @@ from moe_compiler.passes.formulations.walk import (
     shape_of,
     strip,
     strip_views,
+    swaps_last_two,
     view_or_cast,
 )
 
@@ -56,7 +57,7 @@ def anchors(graph: Graph) -> list[Node]:
     """Exchanges in equal parts of what products over slots make, behind another one."""
     found, products, earlier = [], set[Node](), False
     for node in graph.nodes:
-        if earlier and slotted(node) is not None:
+        if earlier and _of_weights(slotted(node)):
             products.add(node)
         exchange = read_all_to_all(node)
         if exchange is None or not _equal(exchange) or not dtype_of(exchange.sent).is_floating_point:
@@ -65,6 +66,14 @@ def anchors(graph: Graph) -> list[Node]:
             found.append(node)
         earlier = True
     return found
+
+
+def _of_weights(product: Product | None) -> bool:
+    """Is it a product with what the model holds, not with what it has computed (attention over heads)?"""
+    if product is None:
+        return False
+    weight = strip(product.weight, lambda node: view_or_cast(node) or swaps_last_two(node))
+    return weight.op in ("placeholder", "get_attr")
 
 
 def way_back(b: Bindings) -> None:

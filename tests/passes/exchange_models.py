@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moe_compiler.passes.formulations.one_hot_loop import Expert
 
-E, K, H, I = 8, 2, 32, 16
+E, K, H, I = 4, 2, 32, 16
 
 
 class Exchanged(nn.Module):
