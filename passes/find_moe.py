@@ -26,7 +26,7 @@ from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
 from moe_compiler.passes.formulations.exchange_closed import check_exchange
 from moe_compiler.passes.formulations.quantised import check_not_quantised
-from moe_compiler.passes.formulations.registry import EXCHANGES, FORMULATIONS
+from moe_compiler.passes.formulations.registry import EXCHANGES, FORMULATIONS, exchange_names
 from moe_compiler.passes.formulations.router import Router, match_router
 from moe_compiler.passes.formulations.router_start import match_start
 from moe_compiler.passes.formulations.selection import (
@@ -382,7 +382,8 @@ def _remedy(formulation: str) -> str:
     """What can be done about a step without a hint of its own."""
     if formulation == "none":
         return "nothing where this is no choice of experts; else write them as one of moe_compiler.testing.examples()"
-    return f'write the step as moe_compiler.testing.examples()["{formulation}"] does; until then Inductor compiles it'
+    kind = "exchange_examples" if formulation in exchange_names() else "examples"
+    return f'write the step as moe_compiler.testing.{kind}()["{formulation}"] does; until then Inductor compiles it'
 
 
 def _record(best: Attempt, candidate: Node) -> MissRecord:

@@ -324,7 +324,7 @@ def _block_of(match: Match) -> str:
 
 
 def _describe(match: Match, left_alone: str) -> MatchRecord:
-    spec = match.spec
+    spec, done = match.spec, "left as it is" if left_alone else "replaced"
     attributes: dict[str, Any] = {
         "activation": spec.activation,
         "gated": spec.gated,
@@ -333,7 +333,7 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
         **({"packing": spec.packing} if spec.packing != "gate_up" else {}),
         **({"biases": _biased(match)} if _biased(match) else {}),
         **({"weights_scale": match.weights_scale} if match.weights_scale != 1.0 else {}),
-        **({"exchange": f"{match.exchange}: {'left as it is' if left_alone else 'replaced'}"} if match.exchange else {}),
+        **({"exchange": f"{match.exchange}: {done}"} if match.exchange else {}),
         **({"drops": "choices that the model's own rule took out"} if match.chosen_TKE is not None else {}),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "compute_dtype": str(spec.compute_dtype).removeprefix("torch."),

@@ -1,8 +1,8 @@
 """Rows that came rank by rank, brought into the order of the experts that they are for, and back.
 
-    numbered   begin[seg] + arange(n) - start[seg],  seg = repeat_interleave(arange(E), counts in the experts' order)
-    sorted     argsort(repeat_interleave(arange(E / R) of every rank, counts as they came))
-    in parts   cat of the parts of a split by the counts, in the experts' order
+numbered   begin[seg] + arange(n) - start[seg],  seg = repeat_interleave(arange(E), counts in the experts' order)
+sorted     argsort(repeat_interleave(arange(E / R) of every rank, counts as they came))
+in parts   cat of the parts of a split by the counts, in the experts' order
 """
 
 from __future__ import annotations
@@ -168,7 +168,11 @@ def parts_put_together(node: Node) -> tuple[Node, tuple[object, ...], list[int]]
     split: Node | None = None
     order: list[int] = []
     for part in node.args[0]:
-        if not isinstance(part, Node) or op_name(part) != "getitem" or (split is not None and part.args[0] is not split):
+        if (
+            not isinstance(part, Node)
+            or op_name(part) != "getitem"
+            or (split is not None and part.args[0] is not split)
+        ):
             return None
         split = part.args[0]  # type: ignore[assignment]
         order.append(part.args[1])  # type: ignore[arg-type]
@@ -177,8 +181,6 @@ def parts_put_together(node: Node) -> tuple[Node, tuple[object, ...], list[int]]
     assert split is not None
     whole = arg(split, "dim") == 0 and sorted(order) == list(range(len(split.args[1])))
     return (split.args[0], tuple(split.args[1]), order) if whole else None  # type: ignore[return-value]
-
-
 
 
 def check_parts(

@@ -37,7 +37,6 @@ from moe_compiler.passes.formulations.grouped_products import feeding, read_grou
 from moe_compiler.passes.formulations.pairs import rows_at
 from moe_compiler.passes.formulations.sorted_weights import weigh_input
 from moe_compiler.passes.formulations.walk import (
-    arg,
     dtype_of,
     is_op,
     rank_of,
@@ -182,9 +181,7 @@ def way_out(b: Bindings) -> None:
     out = arrival(strip(source, view_or_cast), "the experts' rows")
     landed(out)
     back: AllToAll = b.back
-    require(
-        out.group == back.group, f"the rows come in group {out.group} and go back in group {back.group}", back.node
-    )
+    require(out.group == back.group, f"the rows come in group {out.group} and go back in group {back.group}", back.node)
     mirrored = _same(out.given, back.received) and _same(out.received, back.given)
     require(mirrored, "the way back is not the mirror of the way out: its lists are not the same, swapped", back.node)
     require(len(out.given) == b.peers.ranks, f"{len(out.given)} ranks are sent to, {b.peers.ranks} are there", out.node)
@@ -261,7 +258,9 @@ def count(b: Bindings) -> None:
     """The counts are those of the chosen experts, and each rank has as many neighbouring ones of these."""
     experts = match_counts(b.counts, b.ids, b.order)
     whole = b.peers.ranks * b.local
-    require(experts == whole, f"{experts} experts are counted; {b.peers.ranks} ranks of {b.local} have {whole}", b.anchor)
+    require(
+        experts == whole, f"{experts} experts are counted; {b.peers.ranks} ranks of {b.local} have {whole}", b.anchor
+    )
     b.bind(experts=experts)
 
 

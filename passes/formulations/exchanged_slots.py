@@ -196,9 +196,7 @@ def finish(b: Bindings) -> Match:
     match = slotted_match(b, "exchanged_slots", b.weights_KTE, why)
     match.anchor = b.product
     own = (b.out.node, b.back.node)
-    match.exchange = Exchange(
-        "equal all-to-all", b.back.group, b.peers.ranks, b.peers.rank, b.experts, tuple(own)
-    )
+    match.exchange = Exchange("equal all-to-all", b.back.group, b.peers.ranks, b.peers.rank, b.experts, tuple(own))
     return match
 
 
