@@ -1,6 +1,6 @@
 """How many rows each rank sends and gets: the exchange of counts that a model makes ahead of that of its rows.
 
-    theirs = all_to_all(counts)                 [R, E / R] of [E]: for each rank how many rows it has for each own expert
+    theirs = all_to_all(counts)        [R, E / R] of [E]: how many rows each rank has for each own expert
     given = counts.view(R, E / R).sum(1).tolist();  received = theirs.view(R, E / R).sum(1).tolist()
 
 The experts of a rank are neighbours. `received` may also be an exchange of its own, of the numbers `given`.
@@ -39,7 +39,7 @@ def numbers_of(sizes: tuple[object, ...], what: str, where: Node) -> Node:
     source: Node | None = None
     for place, size in enumerate(sizes):
         require(isinstance(size, Node), f"the list of how many rows {what} holds constants", where)
-        item = size.args[0] if is_op(size, "item", "_local_scalar_dense") else None  # type: ignore[union-attr]
+        item = size.args[0] if is_op(size, "item", "_local_scalar_dense") else None  # type: ignore[attr-defined]
         if not isinstance(item, Node):
             raise Miss(f"how many rows {what} comes from {op_name(size)}, not from counts", size)  # type: ignore[arg-type]
         if is_op(item, "select") and item.args[1] in (0, -1):

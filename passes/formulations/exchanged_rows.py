@@ -62,9 +62,9 @@ def anchors(graph: Graph) -> list[Node]:
         exchange = read_all_to_all(node)
         if exchange is None or rank_of(exchange.sent) != 2 or not _is_float(exchange.sent):
             continue
-        if earlier and any(isinstance(size, Node) for size in (*exchange.received, *exchange.given)):
-            if _made_of_products(exchange.sent):
-                found.append(node)
+        uneven = any(isinstance(size, Node) for size in (*exchange.received, *exchange.given))
+        if earlier and uneven and _made_of_products(exchange.sent):
+            found.append(node)
         earlier = True
     return found
 
@@ -159,7 +159,7 @@ def _no_weights(inner: Bindings, column: Node) -> None:
 
 
 def way_out(b: Bindings) -> None:
-    """What the experts read are rows that came in an exchange of the same group, to which the way back is the mirror."""
+    """What the experts read came in an exchange of the same group, to which the way back is the mirror."""
     rows = strip(b.inner.first_rows, view_or_cast)
     gathered = rows_at(rows) if b.index is not None or b.unsorted is not None else None
     parts = parts_put_together(rows) if b.parts_back is not None else None
@@ -358,7 +358,7 @@ class ExchangedExperts(torch.nn.Module):
 def example(
     dtype: torch.dtype = torch.bfloat16, experts: int = 8, top_k: int = 2, hidden: int = 32, intermediate: int = 16
 ) -> Example:
-    """A module written this way, and inputs for it. It needs torch.distributed, and `fullgraph=True` to be one graph."""
+    """A module written this way, and inputs for it. It needs torch.distributed, and `fullgraph=True`."""
     module = ExchangedExperts(experts, top_k, hidden, intermediate, dtype)
     return Example(module, lambda tokens: (torch.randn(tokens, hidden, dtype=dtype),))
 

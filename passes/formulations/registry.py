@@ -44,7 +44,7 @@ EXCHANGES: tuple[Formulation, ...] = (EXCHANGED_ROWS, EXCHANGED_SLOTS)
 
 
 def formulation_names() -> tuple[str, ...]:
-    """The names of the formulations whose experts are all on one rank; `disable` accepts them besides those of passes."""
+    """The names of the formulations with all experts on one rank; `disable` accepts them besides those of passes."""
     return tuple(formulation.name for formulation in FORMULATIONS)
 
 

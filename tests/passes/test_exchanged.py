@@ -23,7 +23,7 @@ from moe_compiler.passes.formulations.exchanged_rows import ExchangedExperts
 from moe_compiler.passes.formulations.exchanged_slots import ExchangedSlots
 from moe_compiler.passes.formulations.grouped_mm import GroupedExperts
 from moe_compiler.passes.formulations.registry import EXCHANGES, exchange_names
-from moe_compiler.testing import assert_same_graph, run_passes
+from moe_compiler.testing import assert_same_graph, exchange_examples, run_passes
 from tests.passes.exchange_models import E, Exchanged, H, I, InParts, K, Masked, Sorted
 from tests.passes.ranks_in_threads import run_ranks
 from tests.passes.test_damage import damages
@@ -122,8 +122,7 @@ def test_a_symbolic_number_of_tokens(make):
 
 @pytest.mark.parametrize("name", exchange_names())
 def test_no_other_formulation_finds_an_example(name):
-    formulation = next(f for f in EXCHANGES if f.name == name)
-    example = formulation.example()
+    example = exchange_examples()[name]()
     graph = capture_graph(example.module, *example.inputs(8))
     after, report = run_passes(graph, ALL, options={"disable": [name]})
     assert not report.matches and report.misses
@@ -180,9 +179,8 @@ def ranks_of(graph: GraphModule) -> list[list[Tensor]] | None:
 
 
 def small(name: str) -> GraphModule:
-    formulation = next(f for f in EXCHANGES if f.name == name)
     dtype = BF16 if name == "exchanged_rows" else torch.float32
-    example = formulation.example(dtype, experts=4, top_k=2, hidden=16, intermediate=8)
+    example = exchange_examples()[name](dtype, experts=4, top_k=2, hidden=16, intermediate=8)
     return capture_graph(example.module, *example.inputs(7))
 
 
