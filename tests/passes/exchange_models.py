@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from moe_compiler.passes.formulations.one_hot_loop import Expert
 
@@ -163,3 +164,10 @@ class Masked(Exchanged):
             done = F.linear(F.silu(gate) * up, self.down[expert]) * weights[token, choice, None]
             result.index_add_(0, token, done)
         return functional.all_reduce(result, "sum", self.group)
+
+
+class Checkpointed(Sorted):
+    """The whole block inside of an activation checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from moe_compiler.backend import last_reports, moepdl
 from moe_compiler.passes.formulations.exchanged_rows import ExchangedExperts
 from moe_compiler.passes.formulations.exchanged_slots import ExchangedSlots
 from tests.moe_compiler.blocks import assert_accurate
-from tests.passes.exchange_models import E, H, I, InParts, K, Masked, Sorted
+from tests.passes.exchange_models import Checkpointed, E, H, I, InParts, K, Masked, Sorted
 from tests.ranks import joined, run_scenarios
 
 EAGER: dict[str, Any] = {"remainder": "eager", "require_match": True, "timeout_s": 60}
@@ -207,6 +207,10 @@ def skewed(rank: int, ranks: int) -> str:
     return check(Sorted, renormalised, rank, ranks, (32, 32), skew=True)
 
 
+def in_a_checkpoint(rank: int, ranks: int) -> str:
+    return check(Checkpointed, renormalised, rank, ranks, (20, 20), oracle=Sorted)
+
+
 def different_numbers_of_tokens(rank: int, ranks: int) -> str:
     """Each rank has another T, and another one in the next call; the capacity is given."""
     return check(Sorted, renormalised, rank, ranks, (40, 7, 18), dynamic=True, calls=3, capacity=48)
@@ -259,8 +263,8 @@ def masked(rank: int, ranks: int) -> list[str]:
 
 
 SCENARIOS: tuple[Callable[[int, int], Any], ...] = (
-    functional, autograd, in_place, one_module_an_expert, in_parts, skewed, different_numbers_of_tokens, equal_parts,
-    equal_parts_skewed, through_inductor, without_the_pass, masked,
+    functional, autograd, in_place, one_module_an_expert, in_parts, in_a_checkpoint, skewed, different_numbers_of_tokens,
+    equal_parts, equal_parts_skewed, through_inductor, without_the_pass, masked,
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
@@ -157,6 +158,74 @@ def test_what_is_left_alone_keeps_its_exchange():
     after, report = run_passes(graph, ["canonicalize", "find_moe"])
     assert not report.matches and not report.misses
     assert called(after).count("all_to_all_single") == 3
+
+
+# Other ways to write parts of it
+
+
+class FromWide(ExchangedExperts):
+    """Rows and parameters in fp32, matmuls in bf16, as torchtitan casts them."""
+
+    def __init__(self) -> None:
+        super().__init__(E, K, H, I, torch.float32)
+
+    def own_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+        w1, w3, w2 = (w.bfloat16().transpose(-2, -1) for w in (self.w1, self.w3, self.w2))
+        gate = torch._grouped_mm(rows.bfloat16(), w1, offs=offsets)
+        up = torch._grouped_mm(rows.bfloat16(), w3, offs=offsets)
+        return torch._grouped_mm(F.silu(gate) * up, w2, offs=offsets).type_as(rows)
+
+
+class OverMesh(Sorted):
+    def send(self, rows: Tensor, received: Any = None, given: Any = None, group: Any = None) -> Tensor:
+        return functional.all_to_all_single(rows, received, given, init_device_mesh("cpu", (RANKS,)))
+
+
+class NumbersOneByOne(Sorted):
+    def given(self, counts: Tensor) -> list[int]:
+        return [int(number) for number in counts.view(self.ranks, -1).sum(1).cpu()]
+
+
+class CountedByBincount(Sorted):
+    def counts(self, ids: Tensor) -> Tensor:
+        return torch.bincount(ids.flatten(), minlength=self.experts)
+
+
+class CopiedHome(Sorted):
+    def returned(self, rows: Tensor, place: Tensor) -> Tensor:
+        return torch.zeros_like(rows).index_copy(0, place, rows)
+
+
+class OfSequences(nn.Module):
+    """Tokens are a view of a batch, behind a norm, and the sum goes to the residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(H), Sorted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, -1, H)
+        return x + self.block(self.norm(x).view(-1, H)).view(x.shape)
+
+
+class UnderAutocast(Sorted):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return super().forward(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [FromWide, OverMesh, NumbersOneByOne, CountedByBincount, CopiedHome, OfSequences, UnderAutocast],
+    ids=lambda kind: kind.__name__,
+)
+def test_other_ways_to_write_parts_of_it(make):
+    after, report = run_passes(captured(make()), ALL)
+    assert [match.formulation for match in report.matches] == ["exchanged_rows"] and not report.misses
+    assert [n for n in called(after) if n.startswith("ep_")] == ["ep_dispatch", "ep_combine"]
+    assert "all_to_all_single" not in called(after)
 
 
 # What ranks compute

@@ -18,6 +18,7 @@ LONG = (
     "in_place",
     "one_module_an_expert",
     "in_parts",
+    "in_a_checkpoint",
     "skewed",
     "different_numbers_of_tokens",
     "equal_parts_skewed",
