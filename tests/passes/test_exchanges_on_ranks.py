@@ -49,10 +49,8 @@ def test_as_in_eager_and_as_in_float64(two, name):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name in LONG if name not in ("without_the_pass", "masked")])
 def test_as_in_eager_and_as_in_float64_at_length(two_long, name):
-    slots = {"skewed": 32, "different_numbers_of_tokens": 48, "through_inductor": 32}
     for text in of_scenario(two_long, name):
-        assert "exchange: 2 ranks over torch.distributed (gloo), E=4 contiguous" in text
-        assert f"{slots[name]} slots for each source" in text if name in slots else True
+        assert "exchange: 2 ranks over torch.distributed (gloo), E=4 contiguous, 48 slots for each source" in text
 
 
 @pytest.mark.slow
