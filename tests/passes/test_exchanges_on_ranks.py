@@ -12,11 +12,11 @@ import pytest
 from tests.ranks import of_scenario, run_ranks
 
 WORKER = "tests.passes.exchange_worker"
-QUICK = ("functional", "equal_parts")
+QUICK = ("one_module_an_expert", "equal_parts")
 LONG = (
+    "functional",
     "autograd",
     "in_place",
-    "one_module_an_expert",
     "in_parts",
     "in_a_checkpoint",
     "skewed",
