@@ -102,9 +102,10 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "key", ["functional", "in place", "in parts", "equal parts", *long("autograd", "one module an expert")]
-)
+LATER = ("autograd", "in parts", "one module an expert")
+
+
+@pytest.mark.parametrize("key", [*(key for key in MODELS if key not in LATER), *long(*LATER)])
 def test_an_exchange_is_found_once_and_replaced_by_one_of_ours(key):
     name, make = MODELS[key]
     graph = captured(make())
@@ -264,7 +265,7 @@ def small(name: str) -> GraphModule:
 
 @pytest.mark.parametrize("name", exchange_names())
 def test_a_damaged_example_misses_or_means_what_it_says(name):
-    check_damages(name, every=23)
+    check_damages(name, every=31)
 
 
 @pytest.mark.slow
@@ -448,7 +449,6 @@ TOLD = (
     RoundRobin,
     Dropped,
     ReducedInBetween,
-    SlotsInAnotherOrder,
 )
 
 
