@@ -188,8 +188,12 @@ class FromWide(ExchangedExperts):
 
 
 class OverMesh(Sorted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mesh = init_device_mesh("cpu", (RANKS,))
+
     def send(self, rows: Tensor, received: Any = None, given: Any = None, group: Any = None) -> Tensor:
-        return functional.all_to_all_single(rows, received, given, init_device_mesh("cpu", (RANKS,)))
+        return functional.all_to_all_single(rows, received, given, self.mesh)
 
 
 class NumbersOneByOne(Sorted):
