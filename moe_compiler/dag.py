@@ -25,6 +25,7 @@ from moe_compiler.runtime_kernels.weights import num_experts, preact_size
 __all__ = [
     "block_sizes",
     "build_dag",
+    "collective_group",
     "convex",
     "neighbourhood",
     "stage_sizes",
@@ -82,7 +83,7 @@ def build_dag(graph: Graph) -> nx.DiGraph:
                     dag.add_edge(previous, node, kind="waw")
                 writers[storage] = node
                 readers[storage] = []  # whoever writes next comes after this one, and so after them
-        collective = _collective_group(node)
+        collective = collective_group(node)
         if collective is not None:
             if collective in collectives and not dag.has_edge(collectives[collective], node):
                 dag.add_edge(collectives[collective], node, kind="order")
@@ -96,7 +97,7 @@ def build_dag(graph: Graph) -> nx.DiGraph:
     return dag
 
 
-def _collective_group(node: Node) -> str | None:
+def collective_group(node: Node) -> str | None:
     """The group of a collective that starts here, None for any other call (a wait is ordered by what it waits for)."""
     if is_moepdl(node):
         return str(named_arguments(node)["group"]) if op_name(node) in COLLECTIVES else None

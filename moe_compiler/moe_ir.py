@@ -28,6 +28,7 @@ __all__ = [
     "STAGES",
     "STARTS",
     "WAITS",
+    "Exchange",
     "ExpertsSpec",
     "Level",
     "Match",
@@ -240,6 +241,25 @@ class ExpertsSpec:
     packing: str = "gate_up"
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """The exchange that a model wrote around its own rank's experts: neighbours of all, as many on every rank.
+
+    kind: for the reader. group: the process group's name, of `ranks` ranks, this being number `rank`. experts: E of the
+    whole group. collectives: the nodes that start its parts.
+    """
+
+    kind: str
+    group: str
+    ranks: int
+    rank: int
+    experts: int
+    collectives: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}, group {self.group} of {self.ranks}"
+
+
 @dataclass
 class Match:
     """One MoE block of a captured graph, with everything bound that raising it needs.
@@ -265,6 +285,8 @@ class Match:
     weights_scale: a constant that the source multiplies each weighted row with, and raising the weights.
     kept: where weights_KTE is [T, E], the map [T, E] of the choices whose rows the source computes, made by a rule of
     the model's own (a capacity); the weights of the others are zero. None where all are computed.
+    exchange: what brings the tokens to the experts' ranks, where the model does so: gate, up and down are then those of
+    this rank, and the ids those of all. None where all experts are here.
     per_pair: x holds one row a (token, expert) pair and so does the output, in the order of ids, which has any shape;
     the weights (none here) are applied behind the block. Our operator then sees S tokens of one expert each.
     """
@@ -280,6 +302,7 @@ class Match:
     output: Node
     anchor: Node
     base: Node | None = None
+    exchange: Exchange | None = None
     ids_of_any_range: bool = False
     weights_KTE: Node | None = None
     kept: Node | None = None

@@ -12,17 +12,18 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from moe_compiler.collective_order import Order, changed_order, collectives
 from moe_compiler.errors import MoepdlError, PassError
 from moe_compiler.garbage import collection_paused
 from moe_compiler.graph_pass import Context, GraphPass
 from moe_compiler.graph_text import render_graph
-from moe_compiler.moe_ir import op_name
+from moe_compiler.moe_ir import op_name, user_line
 from moe_compiler.numeric import compare, copy_graph
 from moe_compiler.passes.canonicalize import canonicalize
 from moe_compiler.passes.chain_pdl import chain_pdl
 from moe_compiler.passes.expand_stages import expand_stages
 from moe_compiler.passes.find_moe import find_moe
-from moe_compiler.passes.formulations.registry import formulation_names
+from moe_compiler.passes.formulations.registry import exchange_names, formulation_names
 from moe_compiler.passes.inline_few import inline_few
 from moe_compiler.passes.join_router import join_router
 from moe_compiler.passes.lower import lower
@@ -50,7 +51,7 @@ PIPELINE: tuple[tuple[str, GraphPass], ...] = (
 
 def known_names() -> frozenset[str]:
     """Names that `options={"disable": [...]}` accepts: passes and formulations."""
-    return frozenset(pass_names()) | frozenset(formulation_names())
+    return frozenset(pass_names()) | frozenset((*formulation_names(), *exchange_names()))
 
 
 def pass_names() -> tuple[str, ...]:
@@ -104,6 +105,7 @@ def _run_each(module: GraphModule, passes: tuple[GraphPass, ...], context: Conte
     started = time.perf_counter()
     # What one pass leaves is what the next one finds, and no pass may change the interface: each is read once.
     snapshot, operators, before = _snapshot(graph), _operators(graph), interface(graph) if checked else ()
+    order = collectives(graph)
     for graph_pass in passes:
         if graph_pass.name in context.options.disable:
             continue
@@ -123,6 +125,7 @@ def _run_each(module: GraphModule, passes: tuple[GraphPass, ...], context: Conte
             )
         if checked and changed:
             check_graph(graph, graph_pass, before)
+            order = _check_order(order, graph, graph_pass)
         if original is not None and changed:
             _check_numbers(original, module, graph_pass.name, context)
         left = _operators(graph) if changed else operators
@@ -145,6 +148,22 @@ def _run_each(module: GraphModule, passes: tuple[GraphPass, ...], context: Conte
         total += rewrites
         started = time.perf_counter()
     return total
+
+
+def _check_order(before: Order, graph: Graph, graph_pass: GraphPass) -> Order:
+    """The order of the collectives that a pass leaves behind; raises PassError when it is not the one before."""
+    after = collectives(graph)
+    broken = changed_order(before, after)
+    if broken is not None:
+        what, node = broken
+        raise PassError(
+            graph_pass.name,
+            "it left a graph that breaks an invariant",
+            invariant=what,
+            node=node.format_node() or node.name,
+            where=user_line(node),
+        )
+    return after
 
 
 def _check_numbers(original: GraphModule, module: GraphModule, name: str, context: Context) -> None:

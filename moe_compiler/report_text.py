@@ -229,6 +229,8 @@ def _match_line(match: MatchRecord) -> str:
     line = f"{match.formulation}{times}, {router}"
     line += f", {sizes}" if sizes else ""
     line += f", at {_spaced(match.where)}" if match.where else ""
+    exchange = match.attributes.get("exchange")
+    line += f"; exchange: {exchange}" if exchange else ""
     return line + (f"; left alone: {match.left_alone}" if match.left_alone else "")
 
 

@@ -26,10 +26,18 @@ from moe_compiler.moe_ir import size_expr
 from moe_compiler.numeric import copy_graph
 from moe_compiler.options import resolve
 from moe_compiler.passes.formulations.base import Example
-from moe_compiler.passes.formulations.registry import FORMULATIONS
+from moe_compiler.passes.formulations.registry import EXCHANGES, FORMULATIONS
 from moe_compiler.report import Report
 
-__all__ = ["Example", "assert_same_graph", "canonical_text", "capture_graph", "examples", "run_passes"]
+__all__ = [
+    "Example",
+    "assert_same_graph",
+    "canonical_text",
+    "capture_graph",
+    "examples",
+    "exchange_examples",
+    "run_passes",
+]
 
 
 def examples() -> dict[str, Callable[..., Example]]:
@@ -39,6 +47,14 @@ def examples() -> dict[str, Callable[..., Example]]:
     `Example`: a module, `inputs(tokens)` that makes its arguments, and how many blocks a compile finds in it.
     """
     return {formulation.name: formulation.example for formulation in FORMULATIONS}
+
+
+def exchange_examples() -> dict[str, Callable[..., Example]]:
+    """As `examples`, of the formulations whose experts are on several ranks.
+
+    Each module is made for the default process group, so torch.distributed has to be initialised.
+    """
+    return {formulation.name: formulation.example for formulation in EXCHANGES}
 
 
 def capture_graph(model: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> GraphModule:

@@ -24,8 +24,9 @@ from moe_compiler.graph_pass import Context, graph_pass
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, user_line
 from moe_compiler.passes.formulations.base import Attempt, attempt
 from moe_compiler.passes.formulations.contraction import contraction
+from moe_compiler.passes.formulations.exchange_closed import check_exchange
 from moe_compiler.passes.formulations.quantised import check_not_quantised
-from moe_compiler.passes.formulations.registry import FORMULATIONS
+from moe_compiler.passes.formulations.registry import EXCHANGES, FORMULATIONS, exchange_names
 from moe_compiler.passes.formulations.router import Router, match_router
 from moe_compiler.passes.formulations.router_start import match_start
 from moe_compiler.passes.formulations.selection import (
@@ -326,6 +327,7 @@ def _sizes(match: Match) -> None:
     tokens, hidden = shape_of(match.x_TH)
     down = shape_of(match.down[0])
     experts = down[0] if len(down) == 3 else sympy.Integer(len(match.down))
+    experts = experts if match.exchange is None else sympy.Integer(match.exchange.experts)
     match.sizes = {
         "T": tokens,
         "E": experts,
@@ -380,7 +382,8 @@ def _remedy(formulation: str) -> str:
     """What can be done about a step without a hint of its own."""
     if formulation == "none":
         return "nothing where this is no choice of experts; else write them as one of moe_compiler.testing.examples()"
-    return f'write the step as moe_compiler.testing.examples()["{formulation}"] does; until then Inductor compiles it'
+    kind = "exchange_examples" if formulation in exchange_names() else "examples"
+    return f'write the step as moe_compiler.testing.{kind}()["{formulation}"] does; until then Inductor compiles it'
 
 
 def _record(best: Attempt, candidate: Node) -> MissRecord:
@@ -408,7 +411,7 @@ def find_moe(graph: Graph, context: Context) -> int:
     failed: dict[Node, list[Attempt]] = {}
     claimed: set[Node] = set()
     explained: set[Node] = set()  # choices of a block that only a disabled formulation matches
-    for formulation in FORMULATIONS:
+    for formulation in (*EXCHANGES, *FORMULATIONS):
         disabled = formulation.name in context.options.disable
         for anchor in formulation.anchors(graph):
             if anchor in claimed:
@@ -429,6 +432,7 @@ def find_moe(graph: Graph, context: Context) -> int:
                     if roundings and context.options.numerics == "strict":
                         raise roundings[0]
                     _check_not_mutated(result.match, inside, writes)
+                    check_exchange(result.match, inside, order, _leads_somewhere)
                     if disabled:
                         result.step, by = "disabled", context.options.source_of("disable")
                         explained |= _choices(result.match)
@@ -451,7 +455,9 @@ def find_moe(graph: Graph, context: Context) -> int:
     for candidate, attempts in failed.items():
         if candidate in claimed or any(a.anchor in claimed for a in attempts):
             continue
-        context.report.misses.append(_record(max(attempts, key=lambda a: a.passed), candidate))
+        # Of a block whose experts are on several ranks no other formulation has anything to say.
+        best = max(attempts, key=lambda a: (a.formulation in EXCHANGES, a.passed))
+        context.report.misses.append(_record(best, candidate))
     _record_lonely_selections(graph, context, claimed | explained, set(failed))
     context.matches.sort(key=lambda match: order[match.output])
     return 0

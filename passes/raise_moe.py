@@ -18,6 +18,7 @@ from moe_compiler import device
 from moe_compiler.aliasing import has_effect, mutated_arguments
 from moe_compiler.graph_pass import Context, graph_pass, insert
 from moe_compiler.moe_ir import Level, Match, Miss, op_name, size_expr, user_line
+from moe_compiler.passes.formulations.collectives import is_wait
 from moe_compiler.passes.formulations.id_range import id_checks
 from moe_compiler.passes.formulations.topk import STAYS
 from moe_compiler.passes.formulations.walk import is_op, swaps_last_two
@@ -27,6 +28,7 @@ from moe_compiler.runtime_kernels import register as _register  # noqa: F401 - d
 __all__ = ["leave_alone", "raise_moe"]
 
 _aten = torch.ops.aten
+_ops = torch.ops.moepdl
 
 
 def _cast(node: Node, dtype: torch.dtype) -> Node:
@@ -42,6 +44,28 @@ def _oriented(node: Node, transposed: bool) -> Node:
     if swaps_last_two(node):
         return node.args[0]
     return insert(node, _aten.transpose.int, (node, -2, -1))
+
+
+def _whole(local: list[Node], role: str, match: Match) -> list[Node]:
+    """One role's tensors of all experts, as `shard_experts` reads them: those of this rank stay where they are.
+
+    local: one packed tensor, or one an expert, of this rank's experts; the same where no exchange is replaced.
+    """
+    exchange = match.exchange
+    if exchange is None or not local:
+        return local
+    group, experts, own = exchange.group, exchange.experts, exchange.experts // exchange.ranks
+    name = f"{_block_of(match)}.{role}"
+    if local[0].meta["val"].dim() == (2 if role.endswith("bias") else 3):
+        return [insert(local[0], _ops.gather_experts.default, (local[0], group, experts, "contiguous", name))]
+    shape = [int(size) for size in local[0].meta["val"].shape]
+    empty = insert(local[0], _aten.slice.Tensor, (local[0], 0, 0, 0))
+    found = []
+    for expert in range(experts):
+        owner, place = divmod(expert, own)
+        one = local[place] if owner == exchange.rank else empty
+        found.append(insert(one, _ops.gather_expert.default, (one, group, owner, shape, f"{name}.{expert}")))
+    return found
 
 
 def _flat_bias(node: Node) -> Node:
@@ -220,9 +244,10 @@ class _Raising:
             lists = {}
             for role in ("gate", "up", "down"):
                 oriented = [_oriented(self.now(n), role in match.transposed) for n in getattr(match, role)]
+                oriented = _whole(oriented, role, match)
                 lists[role] = [_cast(n, spec.compute_dtype) for n in oriented]
             for role in ("gate_bias", "up_bias", "down_bias"):
-                flat = [_flat_bias(self.now(n)) for n in getattr(match, role)]
+                flat = _whole([_flat_bias(self.now(n)) for n in getattr(match, role)], role, match)
                 lists[role] = [_cast(n, spec.compute_dtype) for n in flat]
             packed = len(lists["gate"]) == 1 and lists["gate"][0].meta["val"].dim() == 3
             if not match.up and spec.packing == "interleaved" and packed:
@@ -293,7 +318,9 @@ def _drop_inside(graph: Graph, inner: set[Node]) -> None:
 
 
 def _has_effect(node: Node, inner: set[Node]) -> bool:
-    return has_effect(node) and not is_op(node, *_STATEMENTS) and not (node in inner and mutated_arguments(node))
+    # What a block waited for and what it wrote is its own; a wait counts as an effect for its own sake.
+    own = node in inner and (mutated_arguments(node) or is_wait(node))
+    return has_effect(node) and not is_op(node, *_STATEMENTS) and not own
 
 
 def _biased(match: Match) -> str:
@@ -301,8 +328,15 @@ def _biased(match: Match) -> str:
     return ", ".join(role for role in ("gate", "up", "down") if getattr(match, f"{role}_bias"))
 
 
+def _block_of(match: Match) -> str:
+    """The path of the module that the block is in, or the name of its result."""
+    stack = match.output.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return _module_path(path) or match.output.name
+
+
 def _describe(match: Match, left_alone: str) -> MatchRecord:
-    spec = match.spec
+    spec, done = match.spec, "left as it is" if left_alone else "replaced"
     attributes: dict[str, Any] = {
         "activation": spec.activation,
         "gated": spec.gated,
@@ -311,6 +345,7 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
         **({"packing": spec.packing} if spec.packing != "gate_up" else {}),
         **({"biases": _biased(match)} if _biased(match) else {}),
         **({"weights_scale": match.weights_scale} if match.weights_scale != 1.0 else {}),
+        **({"exchange": f"{match.exchange}: {done}"} if match.exchange else {}),
         **({"drops": "choices that the model's own rule took out"} if match.chosen_TKE is not None else {}),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "compute_dtype": str(spec.compute_dtype).removeprefix("torch."),
@@ -329,10 +364,8 @@ def _describe(match: Match, left_alone: str) -> MatchRecord:
         }
         if match.router.groups > 1:
             attributes |= {name: getattr(match.router, name) for name in ("groups", "kept_groups", "group_top", "fill")}
-    stack = match.output.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
     return MatchRecord(
-        block=_module_path(path) or match.output.name,
+        block=_block_of(match),
         formulation=match.formulation,
         router=match.router.rule + (", then Inductor" if match.router_miss else "") if match.router else None,
         router_why=_why_not_router(match.router_miss) if match.router_miss else "",

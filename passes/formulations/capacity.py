@@ -49,7 +49,7 @@ from moe_compiler.passes.formulations.walk import (
     strip_views_casts,
 )
 
-__all__ = ["CAPACITY", "reaches", "slotted", "slotted_match"]
+__all__ = ["CAPACITY", "choose", "mask_product", "rank", "reaches", "slots", "slotted", "slotted_match", "weigh"]
 
 
 def _any_cast(node: Node) -> Node:
@@ -95,7 +95,7 @@ def _repeated(node: Node, experts: sympy.Expr) -> Node | None:
     return found if shape_of(source) in (shape[1:], (sympy.Integer(1), *shape[1:])) else None
 
 
-def _mask_product(node: Node) -> tuple[Node, Node, bool] | None:
+def mask_product(node: Node) -> tuple[Node, Node, bool] | None:
     """(mask, tokens, is it [T, E, C]) when `node` [E, C, H] is a mask [E, C, T] or [T, E, C] times tokens [T, H]."""
     node = strip_views_casts(node)
     found = contraction(node)
@@ -122,7 +122,7 @@ def anchors(graph: Graph) -> list[Node]:
         product = slotted(node)
         if product is None:
             continue
-        if _mask_product(product.rows) is not None:
+        if mask_product(product.rows) is not None:
             first.add(node)
         elif first and reaches(product.rows, first):
             found.append(node)
@@ -153,7 +153,7 @@ def activate(b: Bindings) -> None:
         if half is None:
             continue
         product = slotted(half.source)
-        read = _mask_product(product.rows) if product is not None else None
+        read = mask_product(product.rows) if product is not None else None
         if product is None or read is None:
             raise Miss("the gate and up projections do not read the slots' rows", half.source)
         first[half.source] = product

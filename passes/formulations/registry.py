@@ -7,6 +7,8 @@ from moe_compiler.passes.formulations.batched_mm import BATCHED_MM
 from moe_compiler.passes.formulations.capacity import CAPACITY
 from moe_compiler.passes.formulations.dense_bmm import DENSE_BMM
 from moe_compiler.passes.formulations.drop_and_pad import DROP_AND_PAD
+from moe_compiler.passes.formulations.exchanged_rows import EXCHANGED_ROWS
+from moe_compiler.passes.formulations.exchanged_slots import EXCHANGED_SLOTS
 from moe_compiler.passes.formulations.gather_einsum import GATHER_EINSUM
 from moe_compiler.passes.formulations.grouped_mm import GROUPED_MM
 from moe_compiler.passes.formulations.grouped_scatter import GROUPED_SCATTER
@@ -17,7 +19,7 @@ from moe_compiler.passes.formulations.split_experts import SPLIT_EXPERTS
 from moe_compiler.passes.formulations.split_linear import SPLIT_LINEAR
 from moe_compiler.passes.formulations.where_loop import WHERE_LOOP
 
-__all__ = ["FORMULATIONS", "formulation_names"]
+__all__ = ["EXCHANGES", "FORMULATIONS", "exchange_names", "formulation_names"]
 
 FORMULATIONS: tuple[Formulation, ...] = (
     GROUPED_MM,
@@ -36,6 +38,16 @@ FORMULATIONS: tuple[Formulation, ...] = (
 )
 
 
+# Blocks whose experts are on several ranks, with the exchange that the model wrote. They are tried first: what is
+# inside of one is no block.
+EXCHANGES: tuple[Formulation, ...] = (EXCHANGED_ROWS, EXCHANGED_SLOTS)
+
+
 def formulation_names() -> tuple[str, ...]:
-    """The names that `options={"disable": [...]}` accepts besides those of passes."""
+    """The names of the formulations with all experts on one rank; `disable` accepts them besides those of passes."""
     return tuple(formulation.name for formulation in FORMULATIONS)
+
+
+def exchange_names() -> tuple[str, ...]:
+    """The names of the formulations that exchange tokens between ranks; `disable` accepts them too."""
+    return tuple(formulation.name for formulation in EXCHANGES)

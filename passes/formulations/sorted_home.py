@@ -37,7 +37,7 @@ from moe_compiler.passes.formulations.walk import (
     users_through,
 )
 
-__all__ = ["added", "added_home", "gathered_home", "home", "returned", "weigh"]
+__all__ = ["added", "added_home", "gathered_home", "home", "returned", "weigh", "written_at"]
 
 
 def _consumer(node: Node, what: str) -> Node:
@@ -63,7 +63,7 @@ def weigh(b: Bindings) -> None:
     if not b.weight_at and is_op(step, "mul"):
         rows = step
         take(b, sorted_weights(b, _weight(b, step, b.last)), "output", step)
-    elif not b.weight_at and rows_at(step) is None and _written_at(step) is None:
+    elif not b.weight_at and rows_at(step) is None and written_at(step) is None:
         raise Miss(f"the experts' rows are consumed by {op_name(step)}, not multiplied by the routing weights", step)
     b.bind(result=rows)
 
@@ -105,7 +105,7 @@ def _weight(b: Bindings, product: Node, rows: Node) -> Node:
 
 def _comes_by_index(b: Bindings, step: Node) -> bool:
     """Is `step` a gather of the rows, or a write of them at the permutation: not an addition at tokens?"""
-    written = _written_at(step)
+    written = written_at(step)
     return rows_at(step) is not None or (written is not None and same_value(strip_ids(written), b.perm))
 
 
@@ -170,7 +170,7 @@ def home(b: Bindings) -> None:
         added_home(b)
 
 
-def _written_at(node: Node) -> Node | None:
+def written_at(node: Node) -> Node | None:
     """The index at which `node` writes rows into new memory, each row once; None for anything else."""
     if is_op(node, "index_put", "index_put_"):
         base, indices = node.args[:2]
@@ -190,7 +190,7 @@ def gathered_home(b: Bindings) -> None:
     if b.per_pair:
         return
     step = _consumer(b.result, "the rows")
-    gathered, written = rows_at(step), _written_at(step)
+    gathered, written = rows_at(step), written_at(step)
     if written is not None:
         require(same_value(strip_ids(written), b.perm), "the rows are written at another index than perm", step)
         values = step.args[2] if is_op(step, "index_put", "index_put_") else step.args[3]
