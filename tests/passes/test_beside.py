@@ -390,7 +390,7 @@ def compare(model, compiled, x):
     [
         ("eager", True),
         ("eager", False),
-        ("inductor", False),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
         pytest.param("inductor", True, marks=pytest.mark.slow),
     ],
 )
