@@ -21,7 +21,7 @@ from moe_compiler import compilation
 from moe_compiler.backend import last_reports
 from moe_compiler.graph_pass import fake_mode_of_graph
 from moe_compiler.testing import examples, run_passes
-from tests.fast_part import covering
+from tests.fast_part import covering, one_in
 from tests.passes import spellings
 from tests.passes.numerics import SLACK, _Choices, _Double, compile_eager, raised_agrees
 from tests.passes.spellings import Block, E, H, I, K, Spelling, choose
@@ -508,7 +508,7 @@ GROUPED = ("grouped_mm", "grouped_scatter", "grouped_top1")
 OF_ONE_T = ("capacity", "drop_and_pad")
 
 
-@pytest.mark.parametrize("name", examples())
+@pytest.mark.parametrize("name", one_in(3, examples()))
 def test_an_example_is_found_in_a_decomposed_program(name: str) -> None:
     """unbind is written out as slices, one_hot as a comparison, a product with one matrix as E products."""
     dtype = torch.bfloat16 if name in GROUPED else torch.float32
