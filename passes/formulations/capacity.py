@@ -338,29 +338,33 @@ def finish(b: Bindings) -> Match:
     return slotted_match(b, "capacity", b.weights_KTE, why)
 
 
+def weights_in_slots(logits_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """For the examples: the weight [T, E, C] of each token in each slot of each expert, zero where it is dropped."""
+    (tokens, experts), one_hot = logits_TE.shape, torch.nn.functional.one_hot
+    values, ids = logits_TE.topk(top_k, dim=-1)
+    probs_TE = torch.softmax(torch.full_like(logits_TE, float("-inf")).scatter(-1, ids, values), dim=-1)
+    capacity = max(top_k * tokens // experts, 1)
+    mask_KTE = one_hot(ids, num_classes=experts).permute(1, 0, 2)
+    rank_KTE = mask_KTE.reshape(top_k * tokens, experts).cumsum(dim=0) - 1
+    rank_KTE = rank_KTE.reshape(top_k, tokens, experts)
+    mask_KTE = mask_KTE * torch.lt(rank_KTE, capacity)
+    place_KT = torch.sum(mask_KTE * rank_KTE, dim=-1)
+    weights_KTE = mask_KTE * probs_TE.unsqueeze(0)
+    return torch.sum(weights_KTE.unsqueeze(3) * one_hot(place_KT, num_classes=capacity).unsqueeze(2), dim=0)
+
+
 class CapacityExperts(torch.nn.Module):
     """Example: nanoMoE's router and slots: top-k, softmax over the chosen, drops beyond a constant capacity, GELU."""
 
     def __init__(self, experts: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.top_k, self.experts = top_k, experts
+        self.top_k = top_k
         self.w_g = torch.nn.Linear(hidden, experts, bias=False, dtype=dtype)
         self.c_fc = torch.nn.Parameter(torch.randn(experts, hidden, intermediate, dtype=dtype) * hidden**-0.5)
         self.c_proj = torch.nn.Parameter(torch.randn(experts, intermediate, hidden, dtype=dtype) * intermediate**-0.5)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        tokens, one_hot = x_TH.shape[0], torch.nn.functional.one_hot
-        logits = self.w_g(x_TH).float()
-        values, ids = logits.topk(self.top_k, dim=-1)
-        probs_TE = torch.softmax(torch.full_like(logits, float("-inf")).scatter(-1, ids, values), dim=-1)
-        capacity = max(self.top_k * tokens // self.experts, 1)
-        mask_KTE = one_hot(ids, num_classes=self.experts).permute(1, 0, 2)
-        rank_KTE = mask_KTE.reshape(self.top_k * tokens, self.experts).cumsum(dim=0) - 1
-        rank_KTE = rank_KTE.reshape(self.top_k, tokens, self.experts)
-        mask_KTE = mask_KTE * torch.lt(rank_KTE, capacity)
-        place_KT = torch.sum(mask_KTE * rank_KTE, dim=-1)
-        weights_KTE = mask_KTE * probs_TE.unsqueeze(0)
-        slots_TEC = torch.sum(weights_KTE.unsqueeze(3) * one_hot(place_KT, num_classes=capacity).unsqueeze(2), dim=0)
+        slots_TEC = weights_in_slots(self.w_g(x_TH).float(), self.top_k)
         rows_ECH = slots_TEC.bool().permute(1, 2, 0).type_as(x_TH) @ x_TH
         rows_ECH = torch.bmm(torch.nn.functional.gelu(torch.bmm(rows_ECH, self.c_fc)), self.c_proj)
         slots = slots_TEC.flatten(1).type_as(x_TH)

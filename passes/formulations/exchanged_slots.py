@@ -26,6 +26,7 @@ from moe_compiler.passes.formulations.capacity import (
     slotted,
     slotted_match,
     weigh,
+    weights_in_slots,
 )
 from moe_compiler.passes.formulations.collectives import AllToAll, arrival, group_of, landed, read_all_to_all
 from moe_compiler.passes.formulations.contraction import Product
@@ -230,23 +231,9 @@ class ExchangedSlots(torch.nn.Module):
 
         return functional.all_to_all_single(rows, None, None, self.group)  # type: ignore[arg-type]
 
-    def slots(self, logits: torch.Tensor) -> torch.Tensor:
-        """The weight that each token has in each slot of each expert, [T, E, C]."""
-        tokens, one_hot = logits.shape[0], torch.nn.functional.one_hot
-        values, ids = logits.topk(self.top_k, dim=-1)
-        probs_TE = torch.softmax(torch.full_like(logits, float("-inf")).scatter(-1, ids, values), dim=-1)
-        capacity = max(self.top_k * tokens // self.experts, 1)
-        mask_KTE = one_hot(ids, num_classes=self.experts).permute(1, 0, 2)
-        rank_KTE = mask_KTE.reshape(self.top_k * tokens, self.experts).cumsum(dim=0) - 1
-        rank_KTE = rank_KTE.reshape(self.top_k, tokens, self.experts)
-        mask_KTE = mask_KTE * torch.lt(rank_KTE, capacity)
-        place_KT = torch.sum(mask_KTE * rank_KTE, dim=-1)
-        weights_KTE = mask_KTE * probs_TE.unsqueeze(0)
-        return torch.sum(weights_KTE.unsqueeze(3) * one_hot(place_KT, num_classes=capacity).unsqueeze(2), dim=0)
-
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         hidden = x_TH.shape[1]
-        slots_TEC = self.slots(self.w_g(x_TH).float())
+        slots_TEC = weights_in_slots(self.w_g(x_TH).float(), self.top_k)
         rows = slots_TEC.bool().permute(1, 2, 0).type_as(x_TH) @ x_TH
         came = self.exchange(rows).view(self.ranks, -1, rows.shape[1], hidden)
         rows = came.transpose(0, 1).reshape(-1, self.ranks * rows.shape[1], hidden)

@@ -95,8 +95,8 @@ class Sorted(Exchanged):
         return (home[perm.argsort()].view(x.shape[0], self.k, H) * weights[..., None]).sum(1)
 
 
-class InParts(Exchanged):
-    """Rows weighted before they are sent, numbers exchanged by themselves, parts put together expert by expert."""
+class Packed(Exchanged):
+    """With this rank's experts in two tensors, gate above up."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -107,6 +107,10 @@ class InParts(Exchanged):
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
         gate, up = self.gate_up.chunk(2, 1)
         return gate, up, self.down
+
+
+class InParts(Packed):
+    """Rows weighted before they are sent, numbers exchanged by themselves, parts put together expert by expert."""
 
     def expert(self, number: int, part: Tensor) -> Tensor:
         gate, up = F.linear(part, self.gate_up[number]).chunk(2, -1)
@@ -132,18 +136,8 @@ class InParts(Exchanged):
         return torch.zeros_like(x).index_add(0, token, home)
 
 
-class Masked(Exchanged):
+class Masked(Packed):
     """transformers' expert parallelism: the ids of other ranks become E / R, results are added up by an all_reduce."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        dtype = self.router.weight.dtype
-        self.gate_up = nn.Parameter(torch.randn(self.local, 2 * I, H, dtype=dtype) * H**-0.5)
-        self.down = nn.Parameter(torch.randn(self.local, H, I, dtype=dtype) * I**-0.5)
-
-    def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        gate, up = self.gate_up.chunk(2, 1)
-        return gate, up, self.down
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.choose(x)

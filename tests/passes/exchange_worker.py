@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_compiler.backend import last_reports, moepdl
+from moe_compiler.passes.formulations.capacity import weights_in_slots
 from moe_compiler.passes.formulations.exchanged_rows import ExchangedExperts
 from moe_compiler.passes.formulations.exchanged_slots import ExchangedSlots
 from tests.moe_compiler.blocks import assert_accurate
@@ -54,7 +55,7 @@ def renormalised(model: nn.Module, x: Tensor, experts: list[Tensor]) -> Tensor:
 
 def slotted(model: nn.Module, x: Tensor, experts: list[Tensor]) -> Tensor:
     w1, w2 = experts
-    weights = model.slots(F.linear(x, model.w_g.weight.double())).sum(-1)
+    weights = weights_in_slots(F.linear(x, model.w_g.weight.double()), model.top_k).sum(-1)
     return torch.einsum("tei,eih,te->th", F.gelu(torch.einsum("th,ehi->tei", x, w1)), w2, weights)
 
 
